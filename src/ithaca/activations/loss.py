@@ -1,0 +1,86 @@
+"""lm_head and cross-entropy by tiles: the logits of one tile are the only logits that ever exist.
+
+At 5M tokens and a vocabulary of 128K whole logits would be 1.3 TB. Here a tile of hidden states goes through the final norm,
+the head and the cross-entropy, and its gradients are taken at once, so forward leaves just dx [s, d] and the weight
+gradients (summed over tiles in fp32); backward scales them. The result is a sum over this rank's supervised tokens, not
+a mean: the division by the global count happens once, outside (DESIGN: one loss). A rank with no supervised token gets 0.
+
+Label smoothing and z-loss (penalty on log²Z, PaLM) are optional; both count per supervised token.
+Why not `torch.nn.functional.linear_cross_entropy`: docs/decisions/0004-loss.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .tiling import Gradients, differentiate, tiles
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_cap: float | None = None
+
+
+def tiled_loss(
+    x: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], parameters: list[Tensor], tile: int | None, terms: LossTerms
+) -> Tensor:
+    """Sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, head: [B, t, d] -> [B, t, V]."""
+    learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
+    result = _LossFunction.apply(x, labels, head, tile, terms, learn, *parameters)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+    """Plain, untiled definition of what a token costs, in fp32 at least."""
+    logits = logits.flatten(0, -2)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    labels = labels.flatten()
+    loss = F.cross_entropy(
+        logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing
+    )
+    if terms.z_loss:
+        log_z = torch.logsumexp(logits, -1)
+        loss = loss + terms.z_loss * torch.where(labels != IGNORE, log_z**2, 0.0).sum()
+    return loss
+
+
+def cap(logits: Tensor, limit: float | None) -> Tensor:
+    """Gemma's soft cap on the final logits."""
+    return logits if limit is None else torch.tanh(logits / limit) * limit
+
+
+class _LossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, learn: bool, *parameters: Tensor):
+        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        gradients, dx = Gradients(), torch.empty_like(x) if learn else None
+        for at in tiles(x.shape[1], tile):
+            with torch.set_grad_enabled(learn):
+                leaf = x[:, at].detach().requires_grad_(learn)
+                loss = cross_entropy_sum(cap(head(leaf), terms.logit_cap), labels[:, at], terms)
+            total += loss.detach()
+            if dx is not None:
+                found = differentiate([loss], [torch.ones_like(loss)], [leaf, *parameters])
+                dx[:, at] = found[0]  # pyright: ignore[reportArgumentType]
+                gradients.add(parameters, found[1:])
+        ctx.dx, ctx.grads = dx, [gradients.take(p) for p in parameters]
+        return total
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.dx is None:
+            raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
+        # gradients of a sum over millions of tokens, scaled by 1/count: in place, they are needed once
+        dx, grads = ctx.dx.mul_(scale), [None if g is None else g.mul_(scale) for g in ctx.grads]
+        ctx.dx = ctx.grads = None
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grads

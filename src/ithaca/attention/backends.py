@@ -1,0 +1,231 @@
+"""The kernels: aten ops that ship with torch, and FlashAttention-3 where it is installed.
+
+Order of preference on a GPU: cuDNN (fastest, no windows), FlashAttention-3, torch's own flash (windows, packed documents).
+On a CPU one aten op serves; it is the same code path that tests use.
+
+Trap: cuDNN's backward reads `out` and `dout` with one set of strides. Given tensors of different layouts it returns
+gradients that are wrong by half their size and raises nothing, so every tensor is made contiguous here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .kernel import Calls, Kernel
+
+aten = torch.ops.aten
+
+
+class Cpu:
+    """torch's blocked CPU attention. Windows become an explicit mask, a few hundred rows at a time."""
+
+    name = "cpu"
+    packed = False
+    rows = 256  # rows per masked block: bounds the mask at rows × (window + rows)
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+
+    def problem(self, device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> str | None:
+        return None if device.type == "cpu" else f"runs on CPU tensors only, not on {device.type}"
+
+    def forward(self, q, k, v, *, causal, scale, window):
+        self.calls.forward += 1
+        op = aten._scaled_dot_product_flash_attention_for_cpu
+        if window is None:
+            out, lse = op(q, k, v, 0.0, causal, scale=scale)
+            return out, lse.contiguous()
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+        for rows, cols, mask in _windowed_blocks(q, k, causal, window, self.rows):
+            part = op(q[:, :, rows], k[:, :, cols], v[:, :, cols], 0.0, False, attn_mask=mask, scale=scale)
+            out[:, :, rows], lse[:, :, rows] = part
+        return out, lse
+
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+        self.calls.backward += 1
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        group = q.shape[1] // k.shape[1]
+        wide_k, wide_v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
+        lse = _strided_lse(lse)
+        if window is None:
+            dq, dk, dv = op(dout, q, wide_k, wide_v, out, lse, 0.0, causal, scale=scale)
+        else:
+            dq, dk, dv = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+            for r, c, mask in _windowed_blocks(q, k, causal, window, self.rows):
+                args = (t[:, :, r] for t in (dout, q)), (t[:, :, c] for t in (wide_k, wide_v))
+                part_lse = _strided_lse(lse[:, :, r].contiguous())
+                part = op(*args[0], *args[1], out[:, :, r], part_lse, 0.0, False, attn_mask=mask, scale=scale)
+                dq[:, :, r] = part[0]
+                dk[:, :, c] += part[1]
+                dv[:, :, c] += part[2]
+        return dq, _narrow(dk, group), _narrow(dv, group)
+
+
+class Cudnn:
+    """cuDNN through aten: no build, GQA, every length; measured right at 4.6M tokens."""
+
+    name = "cudnn"
+    packed = False
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+        self.probed: dict[tuple, str | None] = {}
+
+    def problem(self, device, dtype, head_dim, windowed):
+        if windowed:
+            return "has no sliding window"
+        return _half_on_cuda(device, dtype, head_dim) or _probe(self, device, dtype, head_dim)
+
+    def forward(self, q, k, v, *, causal, scale, window):
+        assert window is None
+        self.calls.forward += 1
+        if q.shape[2] == k.shape[2] == 1:  # cuDNN refuses 1 × 1; the softmax of one score is 1
+            group = q.shape[1] // k.shape[1]
+            scores = (q.float() * k.repeat_interleave(group, 1).float()).sum(-1) * scale
+            return v.repeat_interleave(group, 1), scores
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+        return out.contiguous(), lse.view(lse.shape[:3])
+
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+        self.calls.backward += 1
+        group = q.shape[1] // k.shape[1]
+        if q.shape[2] == k.shape[2] == 1:
+            return torch.zeros_like(q), torch.zeros_like(k), _narrow(dout, group)
+        dout, q, k, v, out = (t.contiguous() for t in (dout, q, k, v, out))
+        none = q.new_empty(0)  # stands for the dropout seed, which is not read without dropout
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.contiguous()[..., None], none, none, None, None, None,
+            q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+        )  # fmt: skip
+
+
+class Flash:
+    """torch's own FlashAttention-2: half of cuDNN's rate on Hopper, but with windows and packed documents."""
+
+    name = "flash"
+    packed = True
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+        self.probed: dict[tuple, str | None] = {}
+
+    def problem(self, device, dtype, head_dim, windowed):
+        return _half_on_cuda(device, dtype, head_dim) or _probe(self, device, dtype, head_dim)
+
+    def forward(self, q, k, v, *, causal, scale, window):
+        self.calls.forward += 1
+        qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+        left, right = _window_sides(causal, window)
+        out, lse = aten._flash_attention_forward(
+            qt, kt, vt, None, None, q.shape[2], k.shape[2], 0.0, causal, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )[:2]  # fmt: skip
+        return out.transpose(1, 2).contiguous(), lse
+
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+        self.calls.backward += 1
+        left, right = _window_sides(causal, window)
+        grads = aten._flash_attention_backward(
+            *(t.transpose(1, 2) for t in (dout, q, k, v, out)), lse.contiguous(), None, None, q.shape[2], k.shape[2],
+            0.0, causal, *_no_dropout(q), scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return tuple(g.transpose(1, 2) for g in grads)
+
+    def forward_packed(self, q, k, v, *, bounds: Tensor, longest: int, scale: float, window: int | None):
+        """Causal attention inside each document of one row; `bounds` int32 [documents + 1]."""
+        self.calls.forward += 1
+        left, right = _window_sides(True, window)
+        out, lse = aten._flash_attention_forward(
+            *(t[0].transpose(0, 1) for t in (q, k, v)), bounds, bounds, longest, longest, 0.0, True, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )[:2]  # fmt: skip
+        return out.transpose(0, 1)[None].contiguous(), lse[None]
+
+    def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window):
+        self.calls.backward += 1
+        left, right = _window_sides(True, window)
+        grads = aten._flash_attention_backward(
+            *(t[0].transpose(0, 1) for t in (dout, q, k, v, out)), lse[0].contiguous(), bounds, bounds,
+            longest, longest, 0.0, True, *_no_dropout(q), scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return tuple(g.transpose(0, 1)[None] for g in grads)
+
+
+BACKENDS: dict[str, Callable[[], Kernel]] = {"cudnn": Cudnn, "flash": Flash, "cpu": Cpu}
+
+
+def _half_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cuda":
+        return f"needs a CUDA device, not {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim={head_dim} is not a multiple of 8 up to 256"
+    return None
+
+
+def _probe(kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Run the kernel once on a few tokens: whether a build and a GPU support a case, only a call tells."""
+    key = (device, dtype, head_dim)
+    if key not in kernel.probed:
+        try:
+            q = torch.ones(1, 2, 128, head_dim, device=device, dtype=dtype)
+            k = q[:, :1].contiguous()
+            out, lse = kernel.forward(q, k, k, causal=True, scale=1.0, window=None)
+            kernel.backward(out, q, k, k, out, lse, causal=True, scale=1.0, window=None)
+            torch.cuda.synchronize(device)
+            kernel.probed[key] = None
+        except RuntimeError as error:
+            kernel.probed[key] = f"does not run on this GPU ({str(error).strip().splitlines()[0][:160]})"
+        kernel.calls = Calls()
+    return kernel.probed[key]
+
+
+def _window_sides(causal: bool, window: int | None) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    return window, 0 if causal else -1
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _narrow(grad: Tensor, group: int) -> Tensor:
+    """Sum the gradients of the query heads that share a KV head, in fp32."""
+    if group == 1:
+        return grad
+    grouped = grad.unflatten(1, (-1, group))
+    wide = grouped if grad.dtype == torch.float64 else grouped.float()
+    return wide.sum(2).to(grad.dtype)
+
+
+def _strided_lse(lse: Tensor) -> Tensor:
+    """The CPU op's backward expects lse in the strides its forward returns: [B, S, H] seen as [B, H, S]."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _windowed_blocks(q: Tensor, k: Tensor, causal: bool, window: int, rows: int):
+    """Blocks of rows with the columns they may see and an additive mask."""
+    q_len, k_len = q.shape[2], k.shape[2]
+    shift = k_len - q_len
+    for start in range(0, q_len, rows):
+        stop = min(start + rows, q_len)
+        first = max(0, start + shift - window)
+        last = min(k_len, stop + shift) if causal else k_len
+        i = torch.arange(start, stop)[:, None] + shift
+        j = torch.arange(first, last)[None]
+        hidden = i - j > window
+        if causal:
+            hidden |= j > i
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+        yield slice(start, stop), slice(first, last), mask

@@ -1,0 +1,224 @@
+"""From masks to kernel calls, and back.
+
+Causal attention inside documents, with or without a sliding window, on whatever tokens a rank holds, is a list of
+`Segment`s: blocks of the score matrix that are either a causal square or a full rectangle. A query range may meet several
+segments (the steps of a ring, the chunks of a zigzag); their results merge by log-sum-exp in fp32, and their
+gradients add in fp32. Blocks that no token may see are simply not in the list, so the cost follows the sum of the squared
+document lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kernel import Kernel
+
+
+class Segment(NamedTuple):
+    row: int | None  # batch row, None = all rows
+    q: tuple[int, int]  # local query range
+    k: tuple[int, int]  # local key range
+    causal: bool  # a causal square, else a full rectangle
+    window: int | None  # see kernel.py
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The segments of one attention call on buffers of q_len queries and k_len keys."""
+
+    q_len: int
+    k_len: int
+    segments: tuple[Segment, ...]
+    direct: bool  # every query and key lies in exactly one segment: results are written, not merged
+    bounds: Tensor | None = None  # document bounds, int32 on the device, where one packed call can serve
+    longest: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """One segment that covers everything: the kernel's own result is the answer."""
+        return len(self.segments) == 1 and self.segments[0][:3] == (None, (0, self.q_len), (0, self.k_len))
+
+
+def plan_segments(
+    q_chunks: list[tuple[int, int]],
+    k_chunks: list[tuple[int, int]],
+    documents: list[list[tuple[int, int]]] | None,
+    window: int | None,
+    device: torch.device,
+) -> Plan:
+    """Segments of causal attention from tokens `q_chunks` to tokens `k_chunks` (ranges of the padded sequence).
+
+    documents: (start, stop) per row, or None where every row is one document. window: tokens a query may look
+    back, itself included, as Hugging Face counts it.
+    """
+    q_len, k_len = (sum(stop - start for start, stop in chunks) for chunks in (q_chunks, k_chunks))
+    rows = [(None, [(0, max(stop for _, stop in q_chunks + k_chunks))])] if documents is None else enumerate(documents)
+    segments = []
+    for row, bounds in rows:
+        q_offset = 0
+        for q_chunk in q_chunks:
+            k_offset = 0
+            for k_chunk in k_chunks:
+                if k_chunk[0] <= q_chunk[0]:
+                    for document in _meeting(bounds, q_chunk, k_chunk):
+                        segment = _segment(row, q_chunk, k_chunk, document, q_offset, k_offset, window)
+                        if segment is not None:
+                            segments.append(segment)
+                k_offset += k_chunk[1] - k_chunk[0]
+            q_offset += q_chunk[1] - q_chunk[0]
+    covers = _covered_once(segments, q_len, k_len)
+    plan = Plan(q_len, k_len, tuple(segments), direct=covers)
+    one_row = documents is not None and len(documents) == 1
+    if one_row and covers and len(segments) > 1 and all(s.causal for s in segments):
+        ends = torch.tensor([0] + [s.q[1] for s in segments], dtype=torch.int32, device=device)
+        return Plan(q_len, k_len, plan.segments, True, ends, max(s.q[1] - s.q[0] for s in segments))
+    return plan
+
+
+def _meeting(bounds, q_chunk, k_chunk):
+    """Documents that have tokens in both chunks."""
+    return [(a, b) for a, b in bounds if a < q_chunk[1] and b > q_chunk[0] and a < k_chunk[1] and b > k_chunk[0]]
+
+
+def _segment(row, q_chunk, k_chunk, document, q_offset, k_offset, window) -> Segment | None:
+    a, b = max(q_chunk[0], document[0]), min(q_chunk[1], document[1])
+    c, d = max(k_chunk[0], document[0]), min(k_chunk[1], document[1])
+    causal = q_chunk == k_chunk
+    limit = None
+    if window is not None:
+        if not causal:
+            c, b = max(c, a - window + 1), min(b, d - 1 + window)
+            if c >= d or a >= b:
+                return None
+        # the kernel aligns the last query with the last key, which are b - d tokens apart
+        limit = window - 1 - (b - d)
+        if b - 1 - c < window:
+            limit = None  # the window is wider than the block
+    return Segment(
+        row,
+        (q_offset + a - q_chunk[0], q_offset + b - q_chunk[0]),
+        (k_offset + c - k_chunk[0], k_offset + d - k_chunk[0]),
+        causal,
+        limit,
+    )
+
+
+def _covered_once(segments: list[Segment], q_len: int, k_len: int) -> bool:
+    """Whether every query and every key is in exactly one segment, in each row."""
+    for row in {s.row for s in segments}:
+        mine = [s for s in segments if s.row == row]
+        for which, length in (("q", q_len), ("k", k_len)):
+            at = 0
+            for start, stop in sorted(getattr(s, which) for s in mine):
+                if start != at:
+                    return False
+                at = stop
+            if at != length:
+                return False
+    return bool(segments)
+
+
+class Running:
+    """Attention results that are still growing: outputs and log-sum-exp in fp32, merged block by block."""
+
+    def __init__(self, q: Tensor) -> None:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        self.lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
+
+    def add(self, segment: Segment, out: Tensor, lse: Tensor) -> None:
+        where = _at(segment.row, segment.q)
+        before = self.lse[where]
+        after = torch.logaddexp(before, lse)
+        # before is -inf the first time a row is met; exp(-inf - finite) = 0, and `after` is finite as lse is
+        self.out[where] = self.out[where] * (before - after).exp()[..., None] + out * (lse - after).exp()[..., None]
+        self.lse[where] = after
+
+
+def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
+    """out [B, H, Sq, D] in q's dtype and lse [B, H, Sq] in fp32."""
+    if plan.whole:
+        only = plan.segments[0]
+        return kernel.forward(q, k, v, causal=only.causal, scale=scale, window=only.window)
+    if plan.bounds is not None and kernel.packed:
+        return kernel.forward_packed(  # pyright: ignore[reportAttributeAccessIssue]
+            q, k, v, bounds=plan.bounds, longest=plan.longest, scale=scale, window=_shared_window(plan)
+        )
+    if plan.direct:
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        for segment in plan.segments:
+            out[_at(segment.row, segment.q)], lse[_at(segment.row, segment.q)] = _forward(kernel, q, k, v, segment, scale)
+        return out, lse
+    running = Running(q)
+    attend_into(running, kernel, q, k, v, plan, scale)
+    return running.out.to(q.dtype), running.lse
+
+
+def attend_into(running: Running, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> None:
+    for segment in plan.segments:
+        running.add(segment, *_forward(kernel, q, k, v, segment, scale))
+
+
+def attend_backward(
+    kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in q's dtype; where blocks overlap they were added in fp32."""
+    if plan.whole:
+        only = plan.segments[0]
+        return kernel.backward(dout, q, k, v, out, lse, causal=only.causal, scale=scale, window=only.window)
+    if plan.bounds is not None and kernel.packed:
+        return kernel.backward_packed(  # pyright: ignore[reportAttributeAccessIssue]
+            dout, q, k, v, out, lse, bounds=plan.bounds, longest=plan.longest, scale=scale, window=_shared_window(plan)
+        )
+    if plan.direct:
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        for segment in plan.segments:
+            parts = _backward(kernel, dout, q, k, v, out, lse, segment, scale)
+            for grad, part, where in zip(grads, parts, (segment.q, segment.k, segment.k), strict=True):
+                grad[_at(segment.row, where)] = part
+        return grads
+    grads = tuple(wide_zeros(t) for t in (q, k, v))
+    attend_backward_into(grads, kernel, dout, q, k, v, out, lse, plan, scale)
+    return tuple(g.to(q.dtype) for g in grads)  # pyright: ignore[reportReturnType]
+
+
+def attend_backward_into(grads, kernel, dout, q, k, v, out, lse, plan: Plan, scale: float) -> None:
+    """Add this plan's part of dq, dk, dv to fp32 accumulators."""
+    for segment in plan.segments:
+        parts = _backward(kernel, dout, q, k, v, out, lse, segment, scale)
+        for grad, part, where in zip(grads, parts, (segment.q, segment.k, segment.k), strict=True):
+            grad[_at(segment.row, where)] += part
+
+
+def wide_zeros(t: Tensor) -> Tensor:
+    """A zero accumulator for gradients of `t`: at least fp32."""
+    return torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32), device=t.device)
+
+
+def _shared_window(plan: Plan) -> int | None:
+    """Packed documents share one window; those shorter than it carry None."""
+    windows = {s.window for s in plan.segments} - {None}
+    assert len(windows) <= 1
+    return windows.pop() if windows else None
+
+
+def _at(row: int | None, where: tuple[int, int]):
+    rows = slice(None) if row is None else slice(row, row + 1)
+    return rows, slice(None), slice(*where)
+
+
+def _forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, s: Segment, scale: float):
+    q_at, k_at = _at(s.row, s.q), _at(s.row, s.k)
+    return kernel.forward(q[q_at], k[k_at], v[k_at], causal=s.causal, scale=scale, window=s.window)
+
+
+def _backward(kernel: Kernel, dout, q, k, v, out, lse, s: Segment, scale: float):
+    q_at, k_at = _at(s.row, s.q), _at(s.row, s.k)
+    return kernel.backward(
+        dout[q_at], q[q_at], k[k_at], v[k_at], out[q_at], lse[q_at], causal=s.causal, scale=scale, window=s.window
+    )

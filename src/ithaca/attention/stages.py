@@ -1,0 +1,300 @@
+"""Ulysses and Untied Ulysses: attention over chunks of heads, between two all-to-alls.
+
+Outside attention a rank holds s tokens and all heads; inside it holds all S tokens (of its ring rank) and a few heads.
+Plain Ulysses does the whole exchange at once. Untied Ulysses walks through stages: project a few heads from the layer
+input, all-to-all, attend, all-to-all back, next. A stage's buffers are allocated once per layer call and serve every stage,
+so memory follows `heads_per_stage`, not H. KV heads travel once and stay for the query heads that share them.
+One stage with all heads *is* plain Ulysses; one rank *is* head chunking without communication: there is no other code path.
+
+While stage t attends, the exchange of stage t+1 is under way (two sets of buffers), and so is the way back of stage t-1.
+
+Backward walks the same stages: q, k, v of the stage are projected again, out and dout are brought to the heads, the kernel
+returns dq, dk, dv, and these go home. KV gradients add in fp32 over the stages that share a head, and over the ranks that
+shared a copy of it.
+
+Shapes: B rows, s local tokens, S = P·s gathered tokens, h heads of a stage on this rank, D head size.
+Send buffers are [heads of all ranks, B, s, D]; gathered tensors [B, h, S, D]. With B = h = 1 the two are the same memory.
+DeepSpeed-Ulysses: arXiv 2309.14509. Untied Ulysses: arXiv 2602.21196.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm import Pending, all_to_all
+from ..mesh import Group
+from .head_schedule import Stage
+from .kernel import Kernel
+from .ring import ring_attend, ring_attend_backward
+from .segments import Plan
+
+
+class Source(Protocol):
+    """Where the heads of a stage come from, and where their gradients go."""
+
+    def project(self, stage: int, heads: dict[str, list[int]], into: dict[str, Tensor]) -> None:
+        """Fill into["q"], into["k"], into["v"], each [heads, B, s, D]."""
+        ...
+
+    def receive(self, stage: int, heads: dict[str, list[int]], grads: dict[str, Tensor]) -> None:
+        """Take the gradients of the same tensors, now summed over ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    tokens: int  # on this rank
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass
+class Held:
+    """KV heads on this rank, kept over the stages that share them."""
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+    grads: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StagedAttention:
+    """Attention of one layer on one batch."""
+
+    schedule: tuple[Stage, ...]
+    shape: Shape
+    ulysses: Group
+    ring: Group
+    kernel: Kernel
+    plans: list[Plan]  # one per ring step
+    scale: float
+
+    def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[Tensor, list[Tensor], list]:
+        """out [B, s, H, D], the lse of each stage on this rank's heads, and q, k, v of each stage if `keep`."""
+        shape = self.shape
+        out = like.new_empty(shape.rows, shape.tokens, shape.heads, shape.head_dim)
+        exchange = Exchange(self.ulysses, shape, like, reuse=not keep)
+        held, lses, kept, leaving = Held(), [], [], None
+        for stage, arrived in self._pipeline(lambda t: self._bring(exchange, source, t)):
+            q = self._settle(held, arrived)
+            attended, lse = self._attend(stage, q, held)
+            self._write(out, leaving)
+            leaving = (stage, exchange.to_tokens("out", attended, [len(h) for h in stage.queries]))
+            lses.append(lse)
+            if keep:
+                kept.append((q, held.k, held.v))
+        self._write(out, leaving)
+        return out, lses, kept
+
+    def backward(self, source: Source, dout: Tensor, out: Tensor, lses: list[Tensor], kept: list) -> None:
+        """dout, out [B, s, H, D]. Gradients of the projected heads go to `source.receive`."""
+        exchange = Exchange(self.ulysses, self.shape, out, reuse=True)
+        held, leaving = Held(), None
+
+        def bring(t: int):
+            heads = [h for per_rank in self.schedule[t].queries for h in per_rank]
+            counts = [len(h) for h in self.schedule[t].queries]
+            both = [
+                exchange.to_heads(name, _by_head(value, heads, exchange.buffer(f"{name} send", len(heads))), counts)
+                for name, value in (("dout", dout), ("out", out))
+            ]
+            return (kept[t] if kept else self._bring(exchange, source, t)), *both
+
+        for t, (stage, (arrived, coming_dout, coming_out)) in enumerate(self._pipeline(bring)):
+            if kept:
+                q, held.k, held.v = arrived
+            else:
+                q = self._settle(held, arrived)
+            grads = self._attend_backward(stage, coming_dout.gathered(), q, held, coming_out.gathered(), lses[t])
+            homing = self._homing(exchange, stage, held, grads)
+            self._deliver(source, leaving)
+            leaving = (t, homing)
+        self._deliver(source, leaving)
+
+    def _pipeline(self, bring):
+        """(stage, what arrived for it), with the next stage already on its way while the caller works on this one."""
+        ahead = self.ulysses.size > 1  # without communication there is nothing to hide, only memory to spend
+        coming = bring(0)
+        for t, stage in enumerate(self.schedule):
+            arrived, more = coming, t + 1 < len(self.schedule)
+            if more and ahead:
+                coming = bring(t + 1)
+            yield stage, arrived
+            if more and not ahead:
+                coming = bring(t + 1)
+
+    def _bring(self, exchange: Exchange, source: Source, t: int) -> dict[str, Arriving]:
+        """Project the heads of stage t and send them to the ranks that attend them."""
+        stage = self.schedule[t]
+        per_rank = {"q": stage.queries, "k": stage.fresh, "v": stage.fresh}
+        heads = {name: [h for ranks in lists for h in ranks] for name, lists in per_rank.items()}
+        heads = {name: each for name, each in heads.items() if each}
+        into = {name: exchange.buffer(f"{name} send", len(each)) for name, each in heads.items()}
+        source.project(t, heads, into)
+        return {name: exchange.to_heads(name, into[name], [len(h) for h in per_rank[name]]) for name in into}
+
+    def _settle(self, held: Held, arrived: dict[str, Arriving]) -> Tensor:
+        """Wait for a stage; KV heads stay in `held` until others replace them."""
+        q = arrived["q"].gathered()
+        if "k" in arrived:
+            k, v = arrived["k"].gathered(), arrived["v"].gathered()
+            if k.shape[1]:  # other ranks may get new KV heads in a stage in which this one keeps its own
+                held.k, held.v = k, v
+        return q
+
+    def _groups(self, stage: Stage) -> list[tuple[slice, slice]]:
+        """Query and KV ranges for one kernel call each: a single one where every KV head has equally many queries."""
+        me = self.ulysses.rank
+        queries, kv = stage.queries[me], stage.kv[me]
+        if not queries:
+            return []
+        group = self.shape.heads // self.shape.kv_heads
+        sizes = [sum(h // group == head for h in queries) for head in kv]
+        if len(set(sizes)) == 1:
+            return [(slice(0, len(queries)), slice(0, len(kv)))]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [(slice(a, a + n), slice(i, i + 1)) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))]
+
+    def _attend(self, stage: Stage, q: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+        parts = [
+            ring_attend(self.kernel, q[:, a], held.k[:, b], held.v[:, b], self.plans, self.scale, self.ring)  # pyright: ignore
+            for a, b in self._groups(stage)
+        ]
+        if not parts:  # an idle rank still takes part in the exchanges
+            return q, q.new_empty(*q.shape[:3], dtype=torch.float32)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
+
+    def _attend_backward(self, stage: Stage, dout, q, held: Held, out, lse) -> tuple[Tensor, Tensor, Tensor] | None:
+        parts = [
+            ring_attend_backward(
+                self.kernel, dout[:, a], q[:, a], held.k[:, b], held.v[:, b], out[:, a], lse[:, a],  # pyright: ignore
+                self.plans, self.scale, self.ring,
+            )
+            for a, b in self._groups(stage)
+        ]  # fmt: skip
+        if not parts:
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))  # pyright: ignore[reportReturnType]
+
+    def _homing(self, exchange: Exchange, stage: Stage, held: Held, grads) -> dict[str, tuple[list[int], Pending]]:
+        """Send dq home, and dk, dv once the last query head that uses them is through."""
+        me = self.ulysses.rank
+        if grads is not None:
+            if not held.grads:
+                held.grads = list(grads[1:])
+            else:
+                # several stages share these KV heads: their gradients add in fp32
+                held.grads = [a.float() if a.dtype != torch.float64 else a for a in held.grads]
+                for total, part in zip(held.grads, grads[1:], strict=True):
+                    total += part
+        empty = exchange.like.new_empty(self.shape.rows, 0, exchange.gathered_tokens, self.shape.head_dim)
+        home = {"q": (stage.queries, empty if grads is None else grads[0])}
+        if any(stage.done):
+            done = bool(stage.done[me])
+            assert not done or stage.done[me] == stage.kv[me]
+            for name, value in zip("kv", held.grads if done else (empty, empty), strict=True):
+                home[name] = (stage.done, value.to(exchange.like.dtype))
+            if done:
+                held.grads = []
+        return {
+            name: ([h for ranks in lists for h in ranks], exchange.to_tokens(f"d{name}", value, [len(h) for h in lists]))
+            for name, (lists, value) in home.items()
+        }
+
+    def _deliver(self, source: Source, leaving) -> None:
+        if leaving is None:
+            return
+        t, homing = leaving
+        heads = {name: each for name, (each, _) in homing.items()}
+        source.receive(t, heads, {name: pending.wait()[0] for name, (_, pending) in homing.items()})
+
+    def _write(self, out: Tensor, leaving) -> None:
+        """Put the finished heads of a stage into the output."""
+        if leaving is None:
+            return
+        stage, pending = leaving
+        (attended,) = pending.wait()  # [heads of all ranks, B, s, D]
+        heads = [h for per_rank in stage.queries for h in per_rank]
+        for at, head in enumerate(heads):
+            out[:, :, head] = attended[at]
+
+
+class Arriving:
+    """Heads on their way to this rank."""
+
+    def __init__(self, pending: Pending, ranks: int, keep_in: Tensor | None) -> None:
+        self.pending, self.ranks, self.keep_in = pending, ranks, keep_in
+
+    def gathered(self) -> Tensor:
+        """[P·h, B, s, D] as received -> [B, h, S, D], without a copy where the layouts agree."""
+        (received,) = self.pending.wait()
+        split = received.unflatten(0, (self.ranks, received.shape[0] // self.ranks))
+        ordered = split.permute(2, 1, 0, 3, 4)
+        shape = (*ordered.shape[:2], ordered.shape[2] * ordered.shape[3], ordered.shape[4])
+        if min(ordered.shape[0], ordered.shape[1]) == 0 or (ordered.shape[0] == 1 and ordered.shape[1] == 1):
+            return ordered.reshape(shape)
+        if self.ranks == 1 and ordered.shape[0] == 1:
+            return ordered.reshape(shape)
+        assert self.keep_in is not None
+        self.keep_in.view(ordered.shape).copy_(ordered)
+        return self.keep_in.view(shape)
+
+
+class Exchange:
+    """The all-to-alls of one layer call and the buffers they reuse."""
+
+    def __init__(self, ulysses: Group, shape: Shape, like: Tensor, reuse: bool) -> None:
+        self.ulysses, self.shape, self.like, self.reuse = ulysses, shape, like, reuse
+        self.gathered_tokens = shape.tokens * ulysses.size
+        self.sets = 2 if ulysses.size > 1 else 1  # two: one in use, one on its way
+        self.buffers: dict[tuple[str, int], Tensor] = {}
+        self.turn: dict[str, int] = {}
+
+    def buffer(self, role: str, heads: int) -> Tensor:
+        """[heads, B, s, D]; the same memory again after `sets` calls for a role."""
+        shape = (heads, self.shape.rows, self.shape.tokens, self.shape.head_dim)
+        if not self.reuse or heads == 0:  # taking a turn for nothing could hand out memory that is still in use
+            return self.like.new_empty(shape)
+        turn = self.turn[role] = (self.turn.get(role, -1) + 1) % self.sets
+        size = heads * self.shape.rows * self.shape.tokens * self.shape.head_dim
+        held = self.buffers.get((role, turn))
+        if held is None or held.numel() < size:
+            held = self.buffers[role, turn] = self.like.new_empty(size)
+        return held[:size].view(shape)
+
+    def to_heads(self, role: str, send: Tensor, counts: list[int]) -> Arriving:
+        """send [heads of all ranks, B, s, D], `counts` heads per rank -> this rank's heads of all tokens."""
+        ranks, mine = self.ulysses.size, counts[self.ulysses.rank]
+        needs_copy = (mine > 1 or self.shape.rows > 1) and not (ranks == 1 and self.shape.rows == 1)
+        keep_in = self.buffer(f"{role} gathered", ranks * mine) if needs_copy and mine else None
+        if ranks == 1:
+            return Arriving(Pending((send,)), 1, keep_in)
+        received = self.buffer(f"{role} received", ranks * mine)
+        return Arriving(all_to_all(received, send, [mine] * ranks, counts, self.ulysses), ranks, keep_in)
+
+    def to_tokens(self, role: str, value: Tensor, counts: list[int]) -> Pending:
+        """value [B, h, S, D] on this rank's heads -> [heads of all ranks, B, s, D] of this rank's tokens."""
+        ranks, mine = self.ulysses.size, counts[self.ulysses.rank]
+        split = value.unflatten(2, (ranks, self.shape.tokens)).permute(2, 1, 0, 3, 4)
+        send = split.reshape(ranks * mine, self.shape.rows, self.shape.tokens, self.shape.head_dim).contiguous()
+        if ranks == 1:
+            return Pending((send,))
+        received = self.buffer(f"{role} home", sum(counts))
+        return all_to_all(received, send, counts, [mine] * ranks, self.ulysses)
+
+
+def _by_head(value: Tensor, heads: list[int], into: Tensor) -> Tensor:
+    """Heads of [B, s, H, D] -> [heads, B, s, D]."""
+    for at, head in enumerate(heads):
+        into[at] = value[:, :, head]
+    return into

@@ -1,0 +1,58 @@
+"""FSDP2: every parameter, gradient and optimizer state sharded over all ranks of a replica.
+
+One group per decoder layer, one for the embedding and one for the head; the final norm, and an embedding tied to the head,
+stay with the root. On CUDA the shards are fp32 masters, compute is bf16 and gradients are reduced in fp32. Gradients are summed,
+not averaged: the loss is already divided by the global token count (DESIGN: one loss).
+
+A model built on the meta device is sharded first and filled afterwards, shard by shard, so no rank ever holds it whole.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from .mesh import Mesh
+from .model.adapter import Decoder
+
+log = logging.getLogger("ithaca")
+
+
+def apply_fsdp(decoder: Decoder, mesh: Mesh, *, compute: torch.dtype, reshard: bool = True) -> None:
+    """Shard in place. `reshard`: free gathered parameters between forward and backward."""
+    if mesh.parameters is None:
+        return
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_wide(compute), cast_forward_inputs=False)
+    options = {"mesh": mesh.parameters, "mp_policy": policy}
+    groups: list[nn.Module] = [layer.module for layer in decoder.layers]
+    if not decoder.tied:
+        groups += [decoder.embedding, decoder.head]
+    for module in groups:
+        _fp32_masters(module, decoder.model)
+        # the head is used last and first again in backward: freeing it in between would only gather it twice
+        fully_shard(module, reshard_after_forward=reshard and module is not decoder.head, **options)
+    _fp32_masters(decoder.model, decoder.model)
+    fully_shard(decoder.model, reshard_after_forward=False, **options)
+    for module in [*groups, decoder.model]:
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    log.info("FSDP2: %d groups over %d ranks, compute in %s", len(groups) + 1, mesh.parameters.size(), compute)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _fp32_masters(group: nn.Module, model: nn.Module) -> None:
+    """Trainable parameters become fp32 masters, a group at a time; frozen ones (a LoRA base) stay as small as they came."""
+    for parameter in list(group.parameters()):
+        if parameter.requires_grad and parameter.dtype != _wide(parameter.dtype):
+            wide = nn.Parameter(parameter.detach().to(_wide(parameter.dtype)))
+            for module in model.modules():  # a tied parameter sits in several modules and must stay one
+                for name, held in module._parameters.items():
+                    if held is parameter:
+                        module._parameters[name] = wide

@@ -1,0 +1,104 @@
+"""Who talks to whom: the process groups of a run, held as fields.
+
+The world is laid out as replicate × shard × ring × ulysses, Ulysses innermost so that its all-to-alls stay inside a node.
+A sequence is shared by the ring × ulysses ranks; a batch row by one (replicate, shard) pair. Parameters shard over
+shard × ring × ulysses, all ranks of a replica, whatever part of a sequence they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .stack import Stack, require
+
+
+@dataclass(frozen=True)
+class Group:
+    """One axis as seen from this rank. `pg` is None for an axis of size 1, where nothing is ever sent."""
+
+    size: int
+    rank: int
+    pg: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    device: torch.device
+    world: Group
+    ulysses: Group
+    ring: Group
+    data: Group  # replicas and data-parallel shards together: who holds which batch rows
+    parameters: DeviceMesh | None  # what FSDP2 shards (and replicates) over; None: parameters stay whole
+
+    def agree(self, error: str | None) -> None:
+        """Raise on every rank if any rank has an error: a rank that stops alone leaves the others hanging."""
+        if self.world.pg is None:
+            errors: list[Any] = [error]
+        else:
+            errors = [None] * self.world.size
+            dist.all_gather_object(errors, error, group=self.world.pg)
+        bad = [(rank, message) for rank, message in enumerate(errors) if message]
+        if bad:
+            rank, message = bad[0]
+            more = f" ({len(bad)} of {self.world.size} ranks report an error)" if len(bad) > 1 else ""
+            raise ValueError(message if self.world.size == 1 else f"rank {rank}: {message}{more}")
+
+
+def build_mesh(stack: Stack, device: torch.device) -> Mesh:
+    """Lay the world out for `stack`. Without a process group the world is this one process."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    require(stack.violations(world), "this stack cannot run")
+    if world > 1 or stack.shard_parameters:
+        _ensure_process_group(device)
+    if not dist.is_initialized():
+        alone = Group(1, 0, None)
+        return Mesh(device, alone, alone, alone, alone, None)
+    shard = world // (stack.replicate * stack.context_ranks)
+    mesh = init_device_mesh(
+        device.type,
+        (stack.replicate, shard, stack.ring, stack.ulysses),
+        mesh_dim_names=("replicate", "shard", "ring", "ulysses"),
+    )
+    data_rank = mesh.get_local_rank("replicate") * shard + mesh.get_local_rank("shard")
+    data = Group(stack.replicate * shard, data_rank, None)
+    return Mesh(
+        device=device,
+        world=Group(world, dist.get_rank(), dist.group.WORLD if world > 1 else None),
+        ulysses=_axis(mesh, "ulysses"),
+        ring=_axis(mesh, "ring"),
+        data=data,
+        parameters=_parameter_mesh(mesh, stack),
+    )
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Group:
+    size = mesh[name].size()
+    return Group(size, mesh.get_local_rank(name), mesh.get_group(name) if size > 1 else None)
+
+
+def _parameter_mesh(mesh: DeviceMesh, stack: Stack) -> DeviceMesh | None:
+    if not stack.shard_parameters:
+        if mesh.size() == 1:
+            return None
+        # Whole parameters on every rank: a mesh of replicas with one shard each, so that FSDP2 only sums gradients.
+        flat = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("copy", "whole"))
+        return flat
+    shards = mesh["shard", "ring", "ulysses"]._flatten("parameters")
+    if stack.replicate == 1:
+        return shards
+    return init_device_mesh(
+        mesh.device_type, (stack.replicate, shards.size()), mesh_dim_names=("copy", "parameters_of_copy")
+    )
+
+
+def _ensure_process_group(device: torch.device) -> None:
+    """FSDP2 needs a process group even for one process; make a private one that opens no port."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,191 @@
+"""Whose model it is: finds the parts of a Hugging Face decoder that techniques work on, and refuses what it does not know.
+
+`read_model` returns a `Decoder`: embedding, layers, final norm, head, and for each layer its two per-token halves, its head
+projector, its window and its rotary settings. The modules stay where they are; the state dict keeps its Hugging Face names.
+PEFT models are looked through to the model inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..stack import require
+from .families import FAMILIES, Family, config_violations
+from .projection import Projector, linear_violation, lora_violation
+from .rope import Rope, check_against, rope_for
+
+
+@dataclass
+class Router:
+    """Catches the router logits of one layer while its MLP runs, for the balance loss."""
+
+    module: nn.Module
+    experts: int
+    top_k: int
+
+    def watch(self, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        caught: list[Tensor] = []
+        hook = self.module.register_forward_hook(lambda module, inputs, output: caught.append(output[0]))
+        try:
+            result = run()
+        finally:
+            hook.remove()
+        return result, torch.cat(caught)
+
+
+@dataclass
+class Layer:
+    """One decoder layer: where its parts are, and the per-token functions around attention."""
+
+    index: int
+    module: nn.Module
+    family: Family
+    projector: Projector
+    scale: float
+    window: int | None
+    rope_type: str | None
+    router: Router | None
+
+    def _part(self, name: str | None) -> nn.Module | None:
+        return getattr(self.module, name) if name else None
+
+    @property
+    def before(self) -> nn.Module | None:
+        return self._part(self.family.before_attention)
+
+    def after_parameters(self) -> list[Tensor]:
+        """Trainable parameters of `after`."""
+        parts = [self._part(n) for n in (self.family.after_attention, self.family.before_mlp, self.family.after_mlp)]
+        modules = [self.module.self_attn.o_proj, self.module.mlp, *parts]
+        return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]  # pyright: ignore
+
+    def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits."""
+        module: Any = self.module
+        update = module.self_attn.o_proj(attended)
+        if self.family.after_attention:
+            update = self._part(self.family.after_attention)(update)  # pyright: ignore
+        x = x + update
+        inner = self._part(self.family.before_mlp)(x) if self.family.before_mlp else x  # pyright: ignore
+        logits = None
+        if self.router is None:
+            update = module.mlp(inner)
+        else:
+            update, logits = self.router.watch(lambda: module.mlp(inner))
+        if self.family.after_mlp:
+            update = self._part(self.family.after_mlp)(update)  # pyright: ignore
+        return x + update, logits
+
+
+@dataclass
+class Decoder:
+    """The parts of a model, in the order data meets them."""
+
+    model: nn.Module  # the Hugging Face model with the head, without PEFT around it
+    config: Any
+    family: Family
+    embedding: nn.Module
+    layers: list[Layer]
+    norm: nn.Module
+    head: nn.Module
+    tied: bool
+    logit_cap: float | None
+    router_weight: float  # coefficient of the balance loss; 0 = not part of the loss
+
+    def rope(self, layer_type: str | None, length: int) -> Rope:
+        return rope_for(self.config, layer_type, length)
+
+
+def read_model(model: nn.Module) -> Decoder:
+    inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # pyright: ignore[reportCallIssue]
+    config = getattr(inner, "config", None)
+    kind = getattr(config, "model_type", None)
+    family = FAMILIES.get(kind or "")
+    if family is None or type(inner).__name__.removeprefix("FSDP") != family.model_class:
+        known = ", ".join(sorted(f.model_class for f in FAMILIES.values()))
+        name = f"{type(inner).__name__} (model_type {kind!r})"
+        raise ValueError(
+            f"{name} is not a model ithaca has been proven exact for, so it is refused rather than guessed at. "
+            f"Supported: {known}, plain or with PEFT LoRA adapters. A new family is one row in ithaca/model/families.py."
+        )
+    base = inner.model
+    problems = config_violations(config) + _structure_violations(base, family) + _adapter_violations(model, inner)
+    require(problems, f"{type(inner).__name__} cannot be prepared")
+    layers = [_layer(i, module, base, config, family) for i, module in enumerate(base.layers)]
+    _check_rope(base, config, layers)
+    return Decoder(
+        model=inner,
+        config=config,
+        family=family,
+        embedding=base.embed_tokens,
+        layers=layers,
+        norm=base.norm,
+        head=inner.lm_head,
+        tied=inner.lm_head.weight is base.embed_tokens.weight,
+        logit_cap=getattr(config, "final_logit_softcapping", None),
+        router_weight=float(config.router_aux_loss_coef) if family.experts and config.output_router_logits else 0.0,
+    )
+
+
+def _layer(index: int, module: Any, base: Any, config: Any, family: Family) -> Layer:
+    attention = module.self_attn
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    projector = Projector(attention, heads, kv_heads, attention.head_dim, family.qk_norm)
+    router = None
+    if family.experts and hasattr(module.mlp, "gate") and hasattr(module.mlp, "experts"):
+        router = Router(module.mlp.gate, module.mlp.gate.num_experts, config.num_experts_per_tok)
+    rope_type = config.layer_types[index] if family.rope_by_layer else None
+    window = family.window_of(attention, config)
+    return Layer(index, module, family, projector, float(attention.scaling), window, rope_type, router)
+
+
+def _structure_violations(base: Any, family: Family) -> list[str]:
+    """Parts a layer has and the table does not know, or the other way round."""
+    found = []
+    for index, layer in enumerate(base.layers):
+        for module, expected in ((layer, family.layer_parts), (layer.self_attn, family.attention_parts)):
+            parts = {name for name, _ in module.named_children()}
+            if parts != expected:
+                odd = sorted(parts ^ expected)
+                name = type(module).__name__
+                found.append(f"{name} of layer {index} differs from the known structure in {', '.join(odd)}")
+                return found  # one layer tells enough
+            direct = [name for name, _ in module.named_parameters(recurse=False)]
+            if direct:
+                found.append(f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct)}")
+                return found
+    return found
+
+
+def _adapter_violations(model: nn.Module, inner: Any) -> list[str]:
+    found = []
+    if model is not inner:
+        for config in model.peft_config.values():  # pyright: ignore
+            if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+                found.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
+    for name, module in inner.named_modules():
+        if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "base_layer"):
+            problem = lora_violation(module, name)
+            if problem:
+                found.append(problem)
+    for index, layer in enumerate(inner.model.layers):
+        for part in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(layer.self_attn, part, None)
+            problem = linear and linear_violation(linear, f"layers.{index}.self_attn.{part}")
+            if problem and problem not in found:
+                found.append(problem)
+    for part, module in (("embed_tokens", inner.model.embed_tokens), ("lm_head", inner.lm_head)):
+        if type(module).__module__.startswith("peft"):
+            found.append(f"{part} is wrapped by PEFT ({type(module).__name__}); leave it out of target_modules")
+    return found
+
+
+def _check_rope(base: Any, config: Any, layers: list[Layer]) -> None:
+    for layer_type in {layer.rope_type for layer in layers}:
+        # a model on the meta device has no numbers to compare with; they are compared once it is built
+        check_against(base.rotary_emb, rope_for(config, layer_type, 1), layer_type)

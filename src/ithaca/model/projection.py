@@ -1,0 +1,172 @@
+"""Projecting a slice of heads: the seam between a Hugging Face attention module and everything that moves heads about.
+
+Hugging Face's own hook into attention comes after projection, too late for Untied Ulysses, which projects a few heads at a
+time. So this file says, for one attention module, how query heads {3, 7} or KV head 2 are projected from a tile of
+the layer input, normed and rotated: bias, q/k norm and LoRA rows included. A technique never sees a weight.
+
+A stage takes its rows of each weight once (`bind`) and uses them for all tiles. The rows are leaves of autograd, so that a
+tile's backward yields gradients of the slice, not of the whole matrix; `Gradients.add` puts them in their place.
+OLMo-2 norms all heads of a token together, so there the whole projection is computed for each stage and then cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .rope import rotate
+
+
+@dataclass
+class Leaf:
+    """What autograd differentiates by in place of a parameter: the parameter itself, or some of its rows."""
+
+    parameter: Tensor
+    value: Tensor
+    rows: Tensor | None = None
+
+
+@dataclass
+class BoundLinear:
+    """A linear, plain or with LoRA adapters, or some of its rows, as a function of its leaves."""
+
+    leaves: list[Leaf]
+    terms: list[tuple[int, int | None, int | None, float]]  # (weight, bias, down, scale) as indices into leaves
+
+    def __call__(self, x: Tensor) -> Tensor:
+        value = [leaf.value for leaf in self.leaves]
+        out = None
+        for weight, bias, down, scale in self.terms:
+            inner = x if down is None else F.linear(x, value[down])
+            term = F.linear(inner, value[weight], None if bias is None else value[bias])
+            term = term if scale == 1.0 else term * scale
+            out = term if out is None else out + term
+        assert out is not None
+        return out
+
+
+@dataclass
+class Bound:
+    """The projection of some heads, ready for any number of tiles."""
+
+    linear: BoundLinear
+    leaves: list[Leaf]  # of the linear and the norm
+    norm: nn.Module | None
+    norm_over: str | None
+    head_dim: int
+    pick: Tensor | None = None  # heads to cut out of a whole projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, t, d] -> [B, t, heads, D]"""
+        out = self.linear(x)
+        if self.norm is not None and self.norm_over == "whole":
+            out = self.norm(out)
+        out = out.unflatten(-1, (-1, self.head_dim))
+        if self.pick is not None:
+            out = out.index_select(2, self.pick)
+        if self.norm is not None and self.norm_over == "head":
+            out = self.norm(out)
+        return out
+
+
+@dataclass
+class Projector:
+    """Query, key and value projection of one attention module."""
+
+    attention: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: str | None
+    cache: dict = field(default_factory=dict)  # row indices by (heads, device): integers only, never weights
+
+    def bind(self, which: str, heads: Sequence[int]) -> Bound:
+        """which: "q", "k" or "v"."""
+        linear = getattr(self.attention, f"{which}_proj")
+        norm = getattr(self.attention, f"{which}_norm") if self.qk_norm and which in "qk" else None
+        total = self.heads if which == "q" else self.kv_heads
+        everything = list(heads) == list(range(total))
+        whole = norm is not None and self.qk_norm == "whole"
+        rows = None if everything or whole else self._rows(tuple(heads), linear)
+        bound = bind_linear(linear, rows)
+        leaves = bound.leaves + ([] if norm is None else [Leaf(p, p) for p in norm.parameters()])
+        pick = None if everything or not whole else self._index(tuple(heads), leaves[0].value.device)
+        return Bound(bound, leaves, norm, self.qk_norm, self.head_dim, pick)
+
+    def _rows(self, heads: tuple[int, ...], linear: nn.Module) -> Tensor:
+        device = next(linear.parameters()).device
+        key = ("rows", heads, device)
+        if key not in self.cache:
+            each = torch.arange(self.head_dim, device=device)
+            self.cache[key] = (self._index(heads, device)[:, None] * self.head_dim + each).flatten()
+        return self.cache[key]
+
+    def _index(self, heads: tuple[int, ...], device: torch.device) -> Tensor:
+        key = ("index", heads, device)
+        if key not in self.cache:
+            self.cache[key] = torch.tensor(heads, device=device)
+        return self.cache[key]
+
+
+def project(bound: Bound, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    """[B, t, d] -> [B, t, heads, D], rotated where cos and sin are given."""
+    out = bound(x)
+    if rope is None:
+        return out
+    cos, sin = rope
+    return rotate(out, cos.unsqueeze(2), sin.unsqueeze(2))
+
+
+def bind_linear(linear: Any, rows: Tensor | None = None) -> BoundLinear:
+    """rows: output features to take, None = all (then the parameters themselves are the leaves)."""
+    leaves: list[Leaf] = []
+
+    def leaf(parameter: Tensor | None, cut: bool = True) -> int | None:
+        if parameter is None:
+            return None
+        if rows is None or not cut:
+            leaves.append(Leaf(parameter, parameter))
+        else:
+            value = parameter.detach().index_select(0, rows).requires_grad_(parameter.requires_grad)
+            leaves.append(Leaf(parameter, value, rows))
+        return len(leaves) - 1
+
+    base = getattr(linear, "base_layer", linear)
+    terms: list = [(leaf(base.weight), leaf(base.bias), None, 1.0)]
+    if base is not linear and not linear.disable_adapters:
+        for name in linear.active_adapters:
+            if name in linear.lora_A:
+                down, up = linear.lora_A[name], linear.lora_B[name]
+                terms.append((leaf(up.weight), leaf(up.bias), leaf(down.weight, cut=False), linear.scaling[name]))
+    return BoundLinear(leaves, terms)
+
+
+def linear_violation(linear: nn.Module, name: str) -> str | None:
+    """Why the rows of this module cannot be taken one by one, or None."""
+    if type(linear).__name__ in ("Linear",) and type(linear) is nn.Linear:
+        return None
+    kind = f"{type(linear).__module__}.{type(linear).__name__}"
+    if not (kind.startswith("peft.tuners.lora") and hasattr(linear, "base_layer")):
+        return f"{name} is a {kind}; only torch.nn.Linear and PEFT LoRA on it are supported: remove or merge the wrapper"
+    return lora_violation(linear, name)
+
+
+def lora_violation(linear: Any, name: str) -> str | None:
+    if type(linear.base_layer) is not nn.Linear:
+        return f"{name} has a LoRA adapter on {type(linear.base_layer).__name__}, which is quantised or unknown; load the base in bf16"
+    if linear.merged:
+        return f"{name} has merged adapters; call model.unmerge_adapter() first"
+    for adapter in linear.active_adapters:
+        if adapter not in getattr(linear, "lora_A", {}):
+            continue
+        dropout = linear.lora_dropout[adapter]
+        if isinstance(dropout, nn.Dropout) and dropout.p > 0:
+            return f"{name} has lora_dropout={dropout.p}, which makes results random; set lora_dropout=0.0"
+        if linear.use_dora.get(adapter) or getattr(linear, "lora_variant", {}).get(adapter) is not None:
+            return f"{name} uses a LoRA variant (DoRA or similar) that is not row-wise; use plain LoRA"
+    return None

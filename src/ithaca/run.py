@@ -1,0 +1,376 @@
+"""A prepared model: shards batches, computes the loss, and hands out what a training loop needs.
+
+    run = prepare(model, stack)
+    batch = run.shard(input_ids, labels=labels, documents=None)
+    loss = run.loss(batch)
+    loss.backward()
+
+`prepare` works in place and states the order of techniques once (`_parallelize`). It routes the calls that carry an ithaca
+request to our code; every other call of the model or of a layer still runs Hugging Face's own forward.
+
+The loss is one number for the whole world: the sum of cross-entropies over all supervised tokens of all ranks, divided by
+their global count. Every rank returns the same value, and backward leaves gradients of exactly that number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .activations.loss import IGNORE, LossTerms, cap, tiled_loss
+from .activations.store import Store, open_store
+from .attention.head_schedule import Stage, head_schedule
+from .attention.kernel import Kernels, Need
+from .attention.segments import Plan, plan_segments
+from .attention.stages import Shape, StagedAttention
+from .comm import total
+from .fsdp import apply_fsdp
+from .layer import LayerCall, run_layer
+from .mesh import Group, Mesh, build_mesh
+from .model.adapter import Decoder, Layer, read_model
+from .model.projection import bind_linear
+from .sequence import Layout, document_bounds, positions, read_documents, shift_labels
+from .stack import Stack, require
+
+log = logging.getLogger("ithaca")
+
+
+@dataclass
+class Batch:
+    """This rank's slice of a global batch."""
+
+    input_ids: Tensor  # [b, s]
+    labels: Tensor  # [b, s], shifted: the label of a token is the next token
+    positions: Tensor  # [b or 1, s]
+    valid: Tensor | None  # [b, s], False on padding; None where there is none
+    layout: Layout
+    documents: list[list[int]] | None  # of this rank's rows
+    longest: int  # longest document, in tokens: what rotary settings that depend on the length look at
+    supervised: int  # supervised tokens of the whole batch, over all ranks
+    tokens: int  # real tokens of the whole batch, over all ranks
+    plans: dict[int | None, list[Plan]] = field(default_factory=dict)
+
+
+@dataclass
+class _Request:
+    """Marks a call as ours and says what is wanted."""
+
+    do: Callable[..., Any]
+
+
+@dataclass
+class Run:
+    """What `prepare` returns."""
+
+    model: nn.Module
+    stack: Stack
+    mesh: Mesh
+    decoder: Decoder
+    store: Store
+    kernels: Kernels
+    schedule: tuple[Stage, ...]
+    dtype: torch.dtype
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def shard(
+        self, input_ids: Tensor, labels: Tensor | None = None, documents: Sequence | Tensor | None = None
+    ) -> Batch:
+        """This rank's slice of a global [B, S] batch; every rank passes the same tensors.
+
+        labels: [B, S], -100 where not supervised; None = every token is (labels are shifted here, so pass input_ids
+        as they are). documents: lengths of the packed documents of each row; tokens attend inside their document only.
+        """
+        self._check_batch(input_ids, labels)
+        rows, length = input_ids.shape
+        lengths = read_documents(documents, rows, length)
+        labels = shift_labels(input_ids if labels is None else labels, lengths, IGNORE)
+        supervised = int((labels != IGNORE).sum())
+        if supervised == 0:
+            raise ValueError(
+                "no token of this batch is supervised: every label is -100 after the shift to the next token. The loss "
+                "would be 0/0; leave such batches out, or supervise at least one token"
+            )
+        layout = Layout(length, self.stack.ulysses, self.stack.ring)
+        own = slice(*(rows // self.mesh.data.size * (self.mesh.data.rank + i) for i in (0, 1)))
+        where = layout.tokens(self.mesh.ring.rank, self.mesh.ulysses.rank)
+        real = where < length
+        take = where.clamp(max=length - 1)
+        device = self.mesh.device
+        mine = None if lengths is None else lengths[own]
+        place = positions(mine, len(range(*own.indices(rows))), layout.padded)
+        if lengths is None:
+            place = place[:1]  # the same in every row
+        padded = not bool(real.all())
+        valid = real.to(device).expand(len(range(*own.indices(rows))), -1) if padded else None
+        ids, targets = (t[own].cpu()[:, take] for t in (input_ids, labels))
+        return Batch(
+            input_ids=ids.masked_fill(~real, 0).to(device),
+            labels=targets.masked_fill(~real, IGNORE).to(device),
+            positions=place[:, where].to(device),
+            valid=valid,
+            layout=layout,
+            documents=mine,
+            longest=length if lengths is None else max(max(row) for row in lengths),
+            supervised=supervised,
+            tokens=rows * length,
+        )
+
+    def _check_batch(self, input_ids: Tensor, labels: Tensor | None) -> None:
+        vocabulary = self.decoder.config.vocab_size
+        if input_ids.dim() != 2 or 0 in input_ids.shape:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [rows, tokens], both at least 1")
+        problems = []
+        if labels is not None and labels.shape != input_ids.shape:
+            problems.append(
+                f"labels has shape {tuple(labels.shape)} but input_ids {tuple(input_ids.shape)}; pass labels of the same "
+                "shape, unshifted, with -100 where a token is not supervised"
+            )
+        if input_ids.shape[0] % self.mesh.data.size:
+            problems.append(
+                f"a batch of {input_ids.shape[0]} rows cannot be split over {self.mesh.data.size} data-parallel groups; "
+                f"pass a multiple of {self.mesh.data.size} rows, or raise ulysses or ring so that fewer groups are left"
+            )
+        for name, value, low in (("input_ids", input_ids, 0), ("labels", labels, 0)):
+            if value is None or value.is_floating_point():
+                if value is not None:
+                    problems.append(f"{name} has dtype {value.dtype}; token ids are whole numbers (torch.int64)")
+                continue
+            wrong = (value < low) | (value >= vocabulary)
+            if name == "labels":
+                wrong &= value != IGNORE
+            if bool(wrong.any()):
+                row, at = wrong.nonzero()[0].tolist()
+                problems.append(
+                    f"{name}[{row}, {at}] is {int(value[row, at])}, outside the model's vocabulary of {vocabulary:,} "
+                    "tokens (0 to {:,}); check that tokenizer and model belong together".format(vocabulary - 1)
+                )
+        require(problems, "this batch cannot be used")
+
+    # -- computation --------------------------------------------------------------------------------------------------
+
+    def loss(
+        self, batch: Batch, *, supervised: int | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        """The global mean loss, the same on every rank.
+
+        supervised: divide by this count instead of the batch's own. For accumulation, pass the sum of `batch.supervised` over
+        the micro-batches: the losses then add up to the mean over all of them, and so do the gradients.
+        """
+        count = batch.supervised if supervised is None else supervised
+        terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
+        puts = self.store.report().puts
+        mine: Tensor = self.decoder.model(_Request(lambda: self._local_loss(batch, count, terms)))
+        if torch.is_grad_enabled() and self.stack.store != "gpu" and self.store.report().puts == puts:
+            raise RuntimeError(
+                f"store={self.stack.store!r} was asked for, but no layer stored anything in this forward. Activations stay "
+                "on the GPU, so memory would run out later without a reason; this is a bug or a patched layer"
+            )
+        return _GlobalSum.apply(mine, self.mesh.world)  # pyright: ignore[reportReturnType]
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits of this rank's tokens, [b, s, V]: for checks and short inputs, as they are whole."""
+
+        def compute() -> Tensor:
+            x, _ = self._hidden(batch)
+            return self.decoder.head(x, _Request(lambda x: cap(bind_linear(self.decoder.head)(self.decoder.norm(x)), self.decoder.logit_cap)))
+
+        return self.decoder.model(_Request(compute))
+
+    def _local_loss(self, batch: Batch, count: int, terms: LossTerms) -> Tensor:
+        x, routing = self._hidden(batch)
+
+        def compute(x: Tensor) -> Tensor:
+            head = bind_linear(self.decoder.head)
+            weights = [leaf.parameter for leaf in head.leaves] + list(self.decoder.norm.parameters())
+            trainable = [p for p in weights if p.requires_grad]
+            return tiled_loss(x, batch.labels, lambda t: head(self.decoder.norm(t)), trainable, self.stack.tile, terms)
+
+        mine = self.decoder.head(x, _Request(compute)) / count
+        if routing:
+            mine = mine + self._balance_loss(routing, batch) * (batch.supervised / count)
+        return mine
+
+    def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Embedding and layers. -> x before the final norm, router sums of each layer"""
+        x = self.decoder.embedding(batch.input_ids)
+        ropes = {kind: self.decoder.rope(kind, batch.longest) for kind in {layer.rope_type for layer in self.decoder.layers}}
+        self._reserve(x, batch)
+        routing = []
+        for layer in self.decoder.layers:
+            call = self._layer_call(layer, ropes[layer.rope_type], batch, x)
+            x, *sums = layer.module(x, _Request(lambda x, call=call: run_layer(x, call)))
+            if sums:
+                routing.append(tuple(sums))
+        return x, routing
+
+    def _layer_call(self, layer: Layer, rope, batch: Batch, x: Tensor) -> LayerCall:
+        projector = layer.projector
+        kernel = self.kernels.resolve(Need(x.device, x.dtype, projector.head_dim, layer.window is not None))
+        shape = Shape(x.shape[0], x.shape[1], projector.heads, projector.kv_heads, projector.head_dim)
+        attention = StagedAttention(
+            self.schedule, shape, self.mesh.ulysses, self.mesh.ring, kernel, self._plans(batch, layer.window), layer.scale
+        )
+        return LayerCall(
+            layer=layer,
+            attention=attention,
+            rope=rope,
+            positions=batch.positions,
+            tile=self.stack.tile,
+            recompute=self.stack.recompute,
+            store=self.store,
+            count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
+            valid=batch.valid,
+        )
+
+    def _plans(self, batch: Batch, window: int | None) -> list[Plan]:
+        """One plan per ring step, made once per batch and window."""
+        if window not in batch.plans:
+            layout, ring = batch.layout, self.mesh.ring
+            bounds = None
+            if batch.documents is not None:
+                bounds = [document_bounds(lengths, layout.padded) for lengths in batch.documents]
+            batch.plans[window] = [
+                plan_segments(
+                    layout.chunks(ring.rank), layout.chunks((ring.rank - step) % ring.size), bounds, window, self.mesh.device
+                )
+                for step in range(ring.size)
+            ]
+        return batch.plans[window]
+
+    def _reserve(self, x: Tensor, batch: Batch) -> None:
+        """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
+        if self.stack.store == "gpu" or not torch.is_grad_enabled():
+            return
+        per_layer = x.numel() * x.element_size()
+        if self.stack.recompute == "keep_attention":
+            projector = self.decoder.layers[0].projector
+            most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
+            per_layer += x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
+            per_layer += x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
+        error = None
+        try:
+            self.store.reserve(per_layer * len(self.decoder.layers))
+        except (ValueError, OSError) as problem:
+            error = str(problem)
+        self.mesh.agree(error)
+
+    def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:
+        """This rank's part of the router's balance loss over all tokens of the batch and all layers (Switch, eq. 4-6)."""
+        probability = torch.stack([p for p, _ in routing]).sum(0)
+        rows = len(routing) * batch.tokens
+        chosen = total(torch.stack([c for _, c in routing]).sum(0), self._token_ranks()) / rows
+        return self.decoder.router_weight * len(probability) * (chosen.detach() * probability / rows).sum()
+
+    def _token_ranks(self) -> Group:
+        return self.mesh.world  # every rank holds other tokens
+
+    def report(self) -> dict[str, Any]:
+        """What the store moved since the last call: bytes, copy time, and how much of it was waited for."""
+        report = self.store.report()
+        self.store.reset()
+        return {"store": report}
+
+
+class _GlobalSum(torch.autograd.Function):
+    """Sum over all ranks in forward, identity in backward: gradients are summed by FSDP, once."""
+
+    @staticmethod
+    def forward(ctx, mine: Tensor, world: Group) -> Tensor:
+        return total(mine.detach(), world)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
+
+
+def prepare(
+    model: nn.Module,
+    stack: Stack | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    scratch: str | Path | None = None,
+    weights: str | Path | None = None,
+) -> Run:
+    """Apply a stack to a Hugging Face decoder, in place.
+
+    model: any supported model, plain or with PEFT LoRA adapters, on CPU, GPU or the meta device.
+    dtype: compute dtype; default bf16 on CUDA with fp32 master weights, and the model's own dtype elsewhere.
+    scratch: folder for store="disk"; default is the system's temporary folder.
+    weights: folder with safetensors, for a model on the meta device: every rank reads its own shards only.
+    """
+    stack = stack or Stack()
+    device = _device(model)
+    decoder = read_model(model)
+    mesh = build_mesh(stack, device)
+    compute = dtype or _compute_dtype(decoder, stack, device)
+    error, store = None, None
+    try:
+        store = open_store(stack.store, device=device, scratch=None if scratch is None else Path(scratch))
+    except (ValueError, OSError) as problem:
+        error = str(problem)
+    mesh.agree(error)  # one rank without a writable disk must not leave the others waiting
+    assert store is not None
+    kernels = Kernels(stack.attention)
+    for layer in decoder.layers:
+        kernels.resolve(Need(device, compute, layer.projector.head_dim, layer.window is not None))
+    first = decoder.layers[0].projector
+    schedule = head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
+    run = Run(model, stack, mesh, decoder, store, kernels, schedule, compute)
+    _parallelize(run, weights)
+    return run
+
+
+def _parallelize(run: Run, weights: str | Path | None) -> None:
+    """The order of techniques, with the reason beside each line."""
+    decoder = run.decoder
+    apply_fsdp(decoder, run.mesh, compute=run.dtype)  # first: a meta model is filled shard by shard
+    materialize(run, weights)
+    for module in [decoder.model, decoder.head, *(layer.module for layer in decoder.layers)]:
+        _route(module)  # last: context parallelism, stages, tiles and store live in the routed layers
+
+
+def materialize(run: Run, weights: str | Path | None) -> None:
+    from .model.weights import fill_from_folder, is_meta
+
+    if is_meta(run.model):
+        if weights is None:
+            raise ValueError(
+                "the model is on the meta device, so it has no weights yet; pass weights=FOLDER with its safetensors, or "
+                "build it on a real device"
+            )
+        fill_from_folder(run.decoder, Path(weights), run.mesh)
+    elif run.mesh.parameters is None:
+        run.model.to(run.mesh.device)
+        if weights is not None:
+            raise ValueError("weights= is for a model on the meta device; this one has its weights already: drop it")
+
+
+def _route(module: nn.Module) -> None:
+    """Let calls that end with a request run our code inside this module's own hooks (FSDP's), all others as before."""
+    untouched = module.forward
+
+    def forward(*args, **kwargs):
+        if args and isinstance(args[-1], _Request):
+            return args[-1].do(*args[:-1])
+        return untouched(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _device(model: nn.Module) -> torch.device:
+    device = next(model.parameters()).device
+    if device.type in ("meta", "cpu") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _compute_dtype(decoder: Decoder, stack: Stack, device: torch.device) -> torch.dtype:
+    own = next(decoder.model.parameters()).dtype
+    return torch.bfloat16 if device.type == "cuda" and stack.shard_parameters else own

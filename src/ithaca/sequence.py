@@ -1,0 +1,111 @@
+"""Which tokens a rank holds, and which tokens may see each other.
+
+A sequence of S tokens is padded to a length every rank can share. With a ring of R it is cut into 2R chunks, and ring
+rank r holds chunks r and 2R-1-r (zigzag): one early, one late, so that the causal triangle weighs the same on every rank.
+Inside a ring rank the tokens lie contiguous over the P Ulysses ranks, and the first all-to-all brings them together again
+in that order. R = 1 is plain Ulysses: rank u holds tokens [u·s, (u+1)·s).
+
+Documents are given as lengths per row. Tokens attend inside their own document only and positions restart with it; padding
+behind the last token is a document of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import lcm
+
+import torch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one sequence lies on ring × ulysses ranks."""
+
+    length: int  # tokens the user gave
+    ulysses: int
+    ring: int
+
+    @property
+    def padded(self) -> int:
+        step = self.ulysses if self.ring == 1 else lcm(2 * self.ring, self.ring * self.ulysses)
+        return -(-self.length // step) * step
+
+    @property
+    def local(self) -> int:
+        """Tokens on one rank."""
+        return self.padded // (self.ulysses * self.ring)
+
+    def chunks(self, ring_rank: int) -> list[tuple[int, int]]:
+        """The token ranges of one ring rank, in the order in which they lie in its buffers."""
+        if self.ring == 1:
+            return [(0, self.padded)]
+        size = self.padded // (2 * self.ring)
+        return [(i * size, (i + 1) * size) for i in (ring_rank, 2 * self.ring - 1 - ring_rank)]
+
+    def tokens(self, ring_rank: int, ulysses_rank: int) -> torch.Tensor:
+        """Indices into the padded sequence of the tokens on one rank, in order."""
+        whole = torch.cat([torch.arange(a, b) for a, b in self.chunks(ring_rank)])
+        return whole[ulysses_rank * self.local : (ulysses_rank + 1) * self.local]
+
+
+def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length: int) -> list[list[int]] | None:
+    """Document lengths per row, checked: positive whole numbers that add up to the sequence length."""
+    if documents is None:
+        return None
+    if isinstance(documents, torch.Tensor):
+        documents = documents.tolist()
+    documents = list(documents)
+    if rows == 1 and documents and all(isinstance(n, int) for n in documents):
+        documents = [documents]
+    if len(documents) != rows or not all(isinstance(row, (list, tuple)) for row in documents):
+        raise ValueError(
+            f"documents has {len(documents)} entries for a batch of {rows} rows; give one list of document lengths per "
+            "row, for example documents=[[600, 424], [1024]] for two rows of 1,024 tokens"
+        )
+    checked = []
+    for row, lengths in enumerate(documents):
+        wrong = [n for n in lengths if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+        if wrong:
+            raise ValueError(f"documents[{row}] has the length {wrong[0]!r}; every length must be a whole number above 0")
+        if sum(lengths) != length:
+            raise ValueError(
+                f"documents[{row}] adds up to {sum(lengths):,} tokens but the sequence has {length:,}; give the lengths "
+                "of all documents in the row, padding included as a document of its own"
+            )
+        checked.append(list(lengths))
+    return checked
+
+
+def document_bounds(lengths: Sequence[int], padded: int) -> list[tuple[int, int]]:
+    """(start, stop) of each document of a row; tokens behind the last one are a document of their own."""
+    ends = list(accumulate(lengths))
+    if padded > ends[-1]:
+        ends.append(padded)
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def positions(documents: list[list[int]] | None, rows: int, padded: int) -> torch.Tensor:
+    """Position of every token inside its document, [rows, padded]."""
+    if documents is None:
+        return torch.arange(padded).expand(rows, padded)
+    out = torch.empty(rows, padded, dtype=torch.int64)
+    for row, lengths in enumerate(documents):
+        for start, stop in document_bounds(lengths, padded):
+            out[row, start:stop] = torch.arange(stop - start)
+    return out
+
+
+def shift_labels(labels: torch.Tensor, documents: list[list[int]] | None, ignore: int) -> torch.Tensor:
+    """The label of a token is the next token's: shifted here, before any sharding, so no rank needs its neighbour's.
+
+    The last token of a document predicts nothing: its next token belongs to another document.
+    """
+    shifted = torch.full_like(labels, ignore)
+    shifted[:, :-1] = labels[:, 1:]
+    if documents is not None:
+        for row, lengths in enumerate(documents):
+            ends = torch.tensor(list(accumulate(lengths)), device=labels.device) - 1
+            shifted[row, ends] = ignore
+    return shifted

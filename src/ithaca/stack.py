@@ -1,0 +1,110 @@
+"""What the user asks for: one small record of switches, one per technique.
+
+`Stack` is plain data. It imports nothing heavy, touches no device and knows nothing of a model, so that a planner, a
+command line or a test can make thousands of them. `violations` collects everything that cannot work, each with its
+remedy, and `require` turns the list into a single error: a user with three mistakes should not need three runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+RECOMPUTE = ("none", "layer", "keep_attention")
+STORES = ("gpu", "host", "disk")
+ATTENTION = ("auto", "cudnn", "flash", "fa3", "cpu")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The techniques of one run. Every field can be switched by itself."""
+
+    ulysses: int = 1
+    """Ranks that share a sequence by heads (DeepSpeed-Ulysses). Keep it inside a node: it moves the most bytes."""
+
+    ring: int = 1
+    """Ranks, times `ulysses`, that share a sequence by passing KV blocks around. Goes between nodes."""
+
+    replicate: int = 1
+    """Data-parallel replicas of the sharded parameters. What is left of the world size is data-parallel sharding."""
+
+    heads_per_stage: int | None = None
+    """Untied Ulysses: query heads per rank and stage. None = all at once; 1 = least memory."""
+
+    recompute: str = "keep_attention"
+    """What backward computes again: "none"; "layer" = everything; "keep_attention" = all but the attention forward."""
+
+    store: str = "gpu"
+    """Where kept activations wait for backward: "gpu", "host" (pinned memory) or "disk"."""
+
+    tile: int | None = 4096
+    """Tokens per tile of norms, projections, MLP and loss; a tile is recomputed in backward. None = untiled."""
+
+    shard_parameters: bool = True
+    """FSDP2: parameters, gradients and optimizer states sharded over all ranks of a replica."""
+
+    attention: str = "auto"
+    """Attention kernel: "auto" or one of "cudnn", "flash", "fa3", "cpu"."""
+
+    @property
+    def context_ranks(self) -> int:
+        """Ranks that hold one sequence together."""
+        return self.ulysses * self.ring
+
+    def violations(self, world: int | None = None) -> list[str]:
+        """Everything that cannot work, in words: the value, the limit and the remedy."""
+        found = [*self._type_violations()]
+        if found:
+            return found  # arithmetic on wrong types would only add noise
+        for name in ("ulysses", "ring", "replicate"):
+            if getattr(self, name) < 1:
+                found.append(f"{name}={getattr(self, name)} must be at least 1; use 1 to switch it off")
+        for name in ("heads_per_stage", "tile"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{name}={value} must be at least 1, or None to switch it off")
+        for name, allowed in (("recompute", RECOMPUTE), ("store", STORES), ("attention", ATTENTION)):
+            value = getattr(self, name)
+            if value not in allowed:
+                found.append(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+        if self.recompute == "none" and self.store in ("host", "disk"):
+            found.append(
+                f"store={self.store!r} has nothing to hold with recompute='none', where autograd keeps every activation "
+                "on the GPU; use recompute='keep_attention' or 'layer', or store='gpu'"
+            )
+        if not self.shard_parameters and self.replicate > 1:
+            found.append(
+                f"replicate={self.replicate} splits the ranks that shard parameters, but shard_parameters=False makes "
+                "every rank a replica already; set replicate=1 or shard_parameters=True"
+            )
+        if world is not None and not found:
+            need = self.context_ranks * self.replicate
+            if world % need:
+                found.append(
+                    f"the world size {world} is not a multiple of ulysses × ring × replicate = {self.ulysses} × "
+                    f"{self.ring} × {self.replicate} = {need}; start a multiple of {need} processes or lower one of them"
+                )
+        return found
+
+    def _type_violations(self) -> Iterable[str]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("recompute", "store", "attention"):
+                good, want = isinstance(value, str), "a string"
+            elif field.name == "shard_parameters":
+                good, want = isinstance(value, bool), "True or False"
+            else:
+                optional = field.name in ("heads_per_stage", "tile")
+                good = isinstance(value, int) and not isinstance(value, bool) or (optional and value is None)
+                want = "a whole number" + (" or None" if optional else "")
+            if not good:
+                yield f"{field.name}={value!r} must be {want}"
+
+
+def require(violations: list[str], subject: str) -> None:
+    """Raise one ValueError that lists every violation with its remedy; do nothing if there is none."""
+    if not violations:
+        return
+    if len(violations) == 1:
+        raise ValueError(f"{subject}: {violations[0]}")
+    raise ValueError(f"{subject}: {len(violations)} problems\n" + "\n".join(f"  - {line}" for line in violations))
