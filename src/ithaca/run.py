@@ -76,6 +76,7 @@ class Run:
     kernels: Kernels
     schedule: tuple[Stage, ...]
     dtype: torch.dtype
+    reserved: int = 0  # largest input for which the store was found to have room
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -165,9 +166,9 @@ class Run:
         """
         count = batch.supervised if supervised is None else supervised
         terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
-        puts = self.store.report().puts
+        held = len(self.store)
         mine: Tensor = self.decoder.model(_Request(lambda: self._local_loss(batch, count, terms)))
-        if torch.is_grad_enabled() and self.stack.store != "gpu" and self.store.report().puts == puts:
+        if torch.is_grad_enabled() and self.stack.store != "gpu" and len(self.store) == held:
             raise RuntimeError(
                 f"store={self.stack.store!r} was asked for, but no layer stored anything in this forward. Activations stay "
                 "on the GPU, so memory would run out later without a reason; this is a bug or a patched layer"
@@ -246,17 +247,19 @@ class Run:
 
     def _reserve(self, x: Tensor, batch: Batch) -> None:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
-        if self.stack.store == "gpu" or not torch.is_grad_enabled():
+        if self.stack.store == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
             return
+        self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
         per_layer = x.numel() * x.element_size()
         if self.stack.recompute == "keep_attention":
             projector = self.decoder.layers[0].projector
             most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
             per_layer += x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
             per_layer += x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
+        per_host = min(self.mesh.world.size, torch.cuda.device_count() if x.is_cuda else self.mesh.world.size)
         error = None
         try:
-            self.store.reserve(per_layer * len(self.decoder.layers))
+            self.store.reserve(per_layer * len(self.decoder.layers) * per_host)
         except (ValueError, OSError) as problem:
             error = str(problem)
         self.mesh.agree(error)

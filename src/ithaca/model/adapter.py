@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..stack import require
 from .families import FAMILIES, Family, config_violations
-from .projection import Projector, linear_violation, lora_violation
+from .projection import Projector, adapter_violation, linear_violation
 from .rope import Rope, check_against, rope_for
 
 
@@ -126,7 +126,7 @@ def read_model(model: nn.Module) -> Decoder:
         layers=layers,
         norm=base.norm,
         head=inner.lm_head,
-        tied=inner.lm_head.weight is base.embed_tokens.weight,
+        tied=getattr(inner.lm_head, "base_layer", inner.lm_head).weight is base.embed_tokens.weight,
         logit_cap=getattr(config, "final_logit_softcapping", None),
         router_weight=float(config.router_aux_loss_coef) if family.experts and config.output_router_logits else 0.0,
     )
@@ -170,7 +170,7 @@ def _adapter_violations(model: nn.Module, inner: Any) -> list[str]:
                 found.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
     for name, module in inner.named_modules():
         if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "base_layer"):
-            problem = lora_violation(module, name)
+            problem = adapter_violation(module, name)
             if problem:
                 found.append(problem)
     for index, layer in enumerate(inner.model.layers):
@@ -179,9 +179,12 @@ def _adapter_violations(model: nn.Module, inner: Any) -> list[str]:
             problem = linear and linear_violation(linear, f"layers.{index}.self_attn.{part}")
             if problem and problem not in found:
                 found.append(problem)
-    for part, module in (("embed_tokens", inner.model.embed_tokens), ("lm_head", inner.lm_head)):
-        if type(module).__module__.startswith("peft"):
-            found.append(f"{part} is wrapped by PEFT ({type(module).__name__}); leave it out of target_modules")
+    problem = linear_violation(inner.lm_head, "lm_head")
+    if problem:
+        found.append(problem)
+    if type(inner.model.embed_tokens).__module__.startswith("peft"):
+        kind = type(inner.model.embed_tokens).__name__
+        found.append(f"embed_tokens is wrapped by PEFT ({kind}); leave it out of target_modules and modules_to_save")
     return found
 
 

@@ -148,7 +148,7 @@ def bind_linear(linear: Any, rows: Tensor | None = None) -> BoundLinear:
 
 def linear_violation(linear: nn.Module, name: str) -> str | None:
     """Why the rows of this module cannot be taken one by one, or None."""
-    if type(linear).__name__ in ("Linear",) and type(linear) is nn.Linear:
+    if type(linear) is nn.Linear:
         return None
     kind = f"{type(linear).__module__}.{type(linear).__name__}"
     if not (kind.startswith("peft.tuners.lora") and hasattr(linear, "base_layer")):
@@ -158,15 +158,21 @@ def linear_violation(linear: nn.Module, name: str) -> str | None:
 
 def lora_violation(linear: Any, name: str) -> str | None:
     if type(linear.base_layer) is not nn.Linear:
-        return f"{name} has a LoRA adapter on {type(linear.base_layer).__name__}, which is quantised or unknown; load the base in bf16"
-    if linear.merged:
+        kind = type(linear.base_layer).__name__
+        return f"{name} has an adapter on {kind}, whose rows cannot be taken one by one; load the base in bf16, unquantised"
+    return adapter_violation(linear, name)
+
+
+def adapter_violation(module: Any, name: str) -> str | None:
+    """What no adapter may have, wherever it sits."""
+    if module.merged:
         return f"{name} has merged adapters; call model.unmerge_adapter() first"
-    for adapter in linear.active_adapters:
-        if adapter not in getattr(linear, "lora_A", {}):
+    for adapter in module.active_adapters:
+        if adapter not in getattr(module, "lora_A", {}):
             continue
-        dropout = linear.lora_dropout[adapter]
+        dropout = module.lora_dropout[adapter]
         if isinstance(dropout, nn.Dropout) and dropout.p > 0:
             return f"{name} has lora_dropout={dropout.p}, which makes results random; set lora_dropout=0.0"
-        if linear.use_dora.get(adapter) or getattr(linear, "lora_variant", {}).get(adapter) is not None:
+        if module.use_dora.get(adapter) or getattr(module, "lora_variant", {}).get(adapter) is not None:
             return f"{name} uses a LoRA variant (DoRA or similar) that is not row-wise; use plain LoRA"
     return None

@@ -7,6 +7,7 @@ attention nearly uniform and norms all ones, which hides mistakes.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,9 @@ def add_lora(model: nn.Module, seed: int) -> nn.Module:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     linears = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=[n for n in names if n in linears])
-    adapted = get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # about patterns for experts that a model does not have
+        adapted = get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

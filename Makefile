@@ -1,0 +1,38 @@
+# Everything a contributor runs. Needs python3 and make; the rest comes with `make setup`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ithaca-setup
+
+# Build environments obey the same pins as the package, so none of them pulls a second torch.
+# pip before 25.3 reads the first name there, later ones the second.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: setup test lint format demo clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: lint
+	$(BIN)/python -m pytest -q --durations=10
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+demo: setup
+	$(BIN)/ithaca verify llama3 --world 4 --ulysses 2 --ring 2 --heads-per-stage 1 --recompute keep_attention --store host --tile 100
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,131 @@
+"""The untouched Hugging Face model on the whole batch, in one process: what everything is compared with.
+
+Packed documents are given to it the way transformers takes them: positions that restart, from which it builds its own
+block-diagonal mask. Labels are shifted before, with the last token of a document unsupervised, and losses of micro-batches
+are summed and divided by their common count.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..activations.loss import IGNORE
+from ..sequence import positions, shift_labels
+
+Raw = tuple[Tensor, Tensor, "list[list[int]] | None"]  # input_ids, labels, documents
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the verdict."""
+
+    name: str
+    error: float
+    limit: float
+    where: str = ""  # the parameter or place with the largest error
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit  # False for NaN
+
+
+@dataclass
+class Measured:
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+class Reference:
+    def __init__(self, model: nn.Module, dtype: str, device: str) -> None:
+        self.device = torch.device(device)
+        self.wide = copy.deepcopy(model).to(device)
+        self.narrow = None
+        if dtype != "float32":
+            self.narrow = cast_parameters(copy.deepcopy(model).to(device), getattr(torch, dtype))
+
+    def measure(self, model: nn.Module, batches: list[Raw]) -> Measured:
+        """Loss and gradients of several micro-batches together."""
+        model.zero_grad(set_to_none=True)
+        shifted = [shift_labels(labels, documents, IGNORE) for _, labels, documents in batches]
+        counts = [int((labels != IGNORE).sum()) for labels in shifted]
+        value = torch.zeros((), dtype=torch.float64)
+        for (ids, labels, documents), targets, count in zip(batches, shifted, counts, strict=True):
+            place = None
+            if documents is not None:
+                place = positions(documents, *ids.shape).to(self.device)
+            out = model(
+                input_ids=ids.to(self.device),
+                position_ids=place,
+                labels=labels.to(self.device),
+                shift_labels=targets.to(self.device),
+                num_items_in_batch=count,
+                use_cache=False,
+            )
+            loss = out.loss * (count / sum(counts))
+            loss.backward()
+            value += loss.detach().double().cpu()
+        return Measured(value, {name: p.grad for name, p in model.named_parameters()})
+
+    def routing_margin(self, ids: Tensor, documents: list[list[int]] | None) -> float:
+        """How close the closest choice between two experts is. Without experts there is no choice."""
+        if not getattr(self.wide.config, "num_experts_per_tok", None):
+            return float("inf")
+        place = None if documents is None else positions(documents, *ids.shape).to(self.device)
+        with torch.no_grad():
+            out = self.wide(ids.to(self.device), position_ids=place, use_cache=False, output_router_logits=True)
+        top_k = self.wide.config.num_experts_per_tok  # pyright: ignore
+        gaps = [torch.diff(logits.topk(top_k + 1, -1).values)[:, -1].abs().min() for logits in out.router_logits]
+        return min(float(gap) for gap in gaps)
+
+    def compare(self, ours: Measured, batches: list[Raw], name: str, limit: float) -> list[Item]:
+        theirs = self.measure(self.wide, batches)
+        own = None if self.narrow is None else self.measure(self.narrow, batches)
+        scale = 1.0 if own is None else _distance(own.loss, theirs.loss)
+        # one number has no spread to average: a bf16 model may hit its loss by luck, so its own error counts as at
+        # least the rounding of bf16
+        scale = 1.0 if own is None else max(scale, 2.0**-9)
+        loss = Item(f"{name}loss", _distance(ours.loss, theirs.loss) / scale, limit)
+        errors = {}
+        for parameter, grad in theirs.gradients.items():
+            mine = ours.gradients.get(parameter)
+            if (mine is None) != (grad is None):
+                errors[parameter] = float("inf")  # a gradient where there should be none, or the other way round
+            elif grad is not None and mine is not None:
+                errors[parameter] = _distance(mine, grad)
+                if own is not None:
+                    errors[parameter] /= max(_distance(own.gradients[parameter], grad), 1e-12)
+        extra = set(ours.gradients) - set(theirs.gradients)
+        errors |= {parameter: float("inf") for parameter in extra}
+        worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
+        return [loss, Item(f"{name}gradients ({len(errors)})", errors[worst], limit, worst)]
+
+    def compare_logits(self, ours: Tensor, ids: Tensor, documents: list[list[int]] | None, limit: float) -> list[Item]:
+        place = None if documents is None else positions(documents, *ids.shape).to(self.device)
+        with torch.no_grad():
+            theirs, own = (
+                None if model is None else model(ids.to(self.device), position_ids=place, use_cache=False).logits.cpu()
+                for model in (self.wide, self.narrow)
+            )
+        scale = 1.0 if own is None else _distance(own, theirs)
+        return [Item("logits", _distance(ours, theirs) / scale, limit)]
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As from_pretrained(dtype=...) leaves a model: rotary frequencies stay in float32, which model.to(dtype) would round."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _distance(a: Tensor | None, b: Tensor | None) -> float:
+    """‖a - b‖ / ‖b‖; where b is 0, 0 if a is too."""
+    assert a is not None and b is not None
+    a, b = a.detach().double(), b.detach().double().to(a.device)
+    size = float(b.norm())
+    if size == 0.0:
+        return 0.0 if float(a.norm()) == 0.0 else float("inf")
+    return float((a - b).norm()) / size

@@ -1,0 +1,570 @@
+"""Stores: the same bits back, nothing leaked, nothing left behind, errors that say what to do."""
+
+import errno
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from ithaca.activations import disk, host, scratch
+from ithaca.activations.disk import DiskStore
+from ithaca.activations.host import HostStore
+from ithaca.activations.packing import pack
+from ithaca.activations.scratch import Extents
+from ithaca.activations.store import Store, human_bytes, open_store
+
+CPU = torch.device("cpu")
+KINDS = ["gpu", "host", "disk"]
+BLOCK = scratch.BLOCK
+
+Opener = Callable[[str], Store]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opener]:
+    stores: list[Store] = []
+
+    def make(kind: str) -> Store:
+        stores.append(open_store(kind, device=CPU, scratch=tmp_path))  # type: ignore[arg-type]
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "CHUNK", 2 * BLOCK)
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        assert not a.requires_grad
+        bits = [pack(t.detach().contiguous())[1] for t in (a, b)]  # NaN payloads count too
+        assert torch.equal(*bits)
+
+
+def odd_tensors() -> list[Tensor]:
+    noise = torch.Generator().manual_seed(0)
+    base = torch.randn(3, 5, 7, generator=noise)
+    return [
+        base,
+        base.bfloat16(),
+        base.to(torch.float8_e4m3fn),
+        torch.randint(-(2**62), 2**62, (11, 13), generator=noise),
+        base > 0,
+        base.to(torch.complex64).conj(),
+        base.transpose(0, 2),  # dense, other order
+        base[:, 1:4],  # gaps
+        base[:, :1].expand(3, 6, 7),  # repeats
+        base[::2, :, ::3],
+        torch.full((2, 2), float("nan")),
+        torch.tensor(-0.0),  # 0-dim
+        torch.empty(0, 4),
+        torch.empty(2, 0, 3).transpose(0, 2),
+        torch.randn(1, 17, 1, generator=noise).transpose(0, 1),
+        torch.randn(40_000, generator=noise),  # several small chunks
+        torch.randn(5, requires_grad=True),
+        torch.randn(BLOCK // 4, generator=noise),  # exactly one block
+    ]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_is_bit_identical(kind: str, opened: Opener) -> None:
+    store, tensors = opened(kind), odd_tensors()
+    want = [tensor.detach().clone() for tensor in tensors]
+    together = store.put(tensors)
+    alone = [store.put([tensor]) for tensor in tensors]
+    nothing = store.put([])
+    assert together.nbytes == sum(tensor.nbytes for tensor in tensors)
+    assert store.take(nothing) == []
+    for tensor, handle in reversed(list(zip(want, alone, strict=True))):
+        assert_same(store.take(handle), [tensor])
+    assert_same(store.take(together), want)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_strides_survive(kind: str, opened: Opener) -> None:
+    out = torch.randn(1, 6, 4, 8).transpose(1, 2)  # what attention returns
+    store = opened(kind)
+    assert store.take(store.put([out]))[0].stride() == out.stride()
+
+
+def test_only_gaps_are_copied() -> None:
+    x = torch.randn(4, 6, 8)
+    for dense in (x, x.transpose(0, 2), x[1:3], x.permute(2, 0, 1)):
+        assert pack(dense)[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert pack(x[:, 1:])[1].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def run_step(store: Store, layers: int, seed: int, shape: tuple[int, ...] = (1, 300, 16)) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    kept = []
+    for _ in range(layers):
+        x = torch.randn(shape, generator=noise).bfloat16()
+        lse = torch.randn(shape[:2], generator=noise)
+        kept.append((store.put([x, lse]), [x.clone(), lse.clone()]))
+    for handle, want in reversed(kept):
+        assert_same(store.take(handle), want)
+
+
+def test_host_pool_is_exact_and_reused(opened: Opener) -> None:
+    store = opened("host")
+    assert isinstance(store, HostStore)
+    layers, per_layer = 5, 300 * 16 * 2 + 300 * 4
+    run_step(store, layers, seed=0)
+    addresses = {buffer.bytes.data_ptr() for buffer in store._pool._all}
+    for seed in range(1, 4):
+        run_step(store, layers, seed)
+        assert store.held_bytes == store.idle_bytes == layers * per_layer
+    assert {buffer.bytes.data_ptr() for buffer in store._pool._all} == addresses
+    assert all(address % BLOCK == 0 for address in addresses)
+
+
+def test_host_pool_does_not_grow_when_sizes_change(opened: Opener) -> None:
+    store = opened("host")
+    run_step(store, 4, seed=0, shape=(1, 500, 16))
+    peak = store.held_bytes
+    for length in (100, 400, 450, 470, 90, 499, 13):
+        run_step(store, 4, seed=length, shape=(1, length, 16))
+        assert store.held_bytes <= peak
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_disk_extents_are_reused(opened: Opener) -> None:
+    store = opened("disk")
+    assert isinstance(store, DiskStore)
+    run_step(store, 5, seed=0)
+    size = store.held_bytes
+    assert size == 5 * (3 * BLOCK + BLOCK)  # 9600 and 1200 bytes, in blocks
+    assert os.fstat(store._file._fd).st_size == size
+    for seed in range(1, 4):
+        run_step(store, 5, seed)
+        assert store.held_bytes == store.idle_bytes == size
+
+
+def test_extents_never_overlap() -> None:
+    choose, extents = random.Random(0), Extents()
+    used: dict[int, int] = {}
+    most = 0
+    for _ in range(3000):
+        if used and choose.random() < 0.5:
+            start = choose.choice(list(used))
+            extents.release(start, used.pop(start))
+        else:
+            length = choose.randrange(1, 50)
+            start, size = extents.place(length)
+            extents.claim(start, length)
+            assert extents.size == size and start + length <= size
+            assert all(start + length <= s or s + n <= start for s, n in used.items())
+            used[start] = length
+        most = max(most, sum(used.values()))
+        assert extents.idle_bytes == extents.size - sum(used.values())
+    for start, length in used.items():
+        extents.release(start, length)
+    assert extents._free == [(0, extents.size)]
+    assert extents.size < 2 * most
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_the_handle_put_before_is_prefetched(kind: str, opened: Opener) -> None:
+    store = opened(kind)
+    handles = [store.put([torch.full((100,), float(i))]) for i in range(6)]
+    taken = {i: store.take(handles[i])[0] for i in (5, 4)}
+    del handles[3]  # dropped: its place in the order is skipped
+    gc.collect()
+    taken |= {i: store.take(handles[i])[0] for i in (2, 1, 0)}
+    assert all(bool((tensor == i).all()) for i, tensor in taken.items())
+    # The first take has nobody before it, and handle 3 was on its way when it was dropped, so 2 was not.
+    assert store.report().prefetched == 3
+    assert store.report().takes == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order_works(kind: str, opened: Opener) -> None:
+    store = opened(kind)
+    for seed in range(5):
+        handles = [store.put([torch.full((50 + i,), float(i))]) for i in range(8)]
+        order = list(range(8))
+        random.Random(seed).shuffle(order)
+        for i in order:
+            assert_same(store.take(handles[i]), [torch.full((50 + i,), float(i))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_misuse_is_an_error(kind: str, opened: Opener) -> None:
+    store, other = opened(kind), opened(kind)
+    handle = store.put([torch.ones(3)])
+    with pytest.raises(RuntimeError, match="another store"):
+        other.take(handle)
+    store.take(handle)
+    with pytest.raises(RuntimeError, match="already taken"):
+        store.take(handle)
+    with pytest.raises(RuntimeError, match="already taken"):
+        store.settle(handle)
+    with pytest.raises(ValueError, match="strided"):
+        store.put([torch.ones(3).to_sparse()])
+    with pytest.raises(ValueError, match="meta"):
+        store.put([torch.ones(3, device="meta")])
+    store.close()
+    store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        store.put([torch.ones(3)])
+
+
+def test_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="'gpu', 'host' or 'disk'"):
+        open_store("tape", device=CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_dropped_handles_release(kind: str, opened: Opener) -> None:
+    store = opened(kind)
+    assert isinstance(store, (HostStore, DiskStore))
+    held = []
+    for _ in range(6):
+        handles = [store.put([torch.randn(5000)]) for _ in range(4)]
+        assert len(store) == 4
+        store.take(handles.pop())  # the one before is prefetched, then dropped
+        del handles
+        gc.collect()
+        assert len(store) == 0
+        if isinstance(store, DiskStore):
+            for transfer in [entry.write for entry in store._lingering]:
+                assert transfer.done.wait(10)
+            while store._lingering:
+                store.report()
+        assert store.idle_bytes == store.held_bytes
+        held.append(store.held_bytes)
+    assert len(set(held)) == 1
+
+
+def test_dropped_handle_of_gpu_store_frees_at_once(opened: Opener) -> None:
+    store = opened("gpu")
+    handle = store.put([torch.ones(100)])
+    assert store.held_bytes == 400
+    del handle
+    assert store.held_bytes == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settle_allows_writes_in_place(kind: str, opened: Opener) -> None:
+    store = opened(kind)
+    x = torch.arange(200_000)
+    handle = store.put([x])
+    store.settle(handle)
+    x.zero_()
+    assert_same(store.take(handle), [torch.arange(200_000)])
+
+
+def test_gpu_store_notices_writes_in_place(opened: Opener) -> None:
+    store, x = opened("gpu"), torch.ones(3)
+    handle = store.put([x])
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="written in place"):
+        store.take(handle)
+
+
+def test_disk_store_notices_early_writes(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, x, go = opened("disk"), torch.ones(3), threading.Event()
+    load = disk._Staging.load
+    monkeypatch.setattr(disk._Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
+    handle = store.put([x])
+    x.add_(1)
+    go.set()
+    with pytest.raises(RuntimeError, match="written in place"):
+        store.take(handle)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_report(kind: str, opened: Opener) -> None:
+    store = opened(kind)
+    assert store.report().puts == 0
+    handles = [store.put([torch.randn(100_000)]) for _ in range(3)]
+    for handle in reversed(handles):
+        store.take(handle)
+    report = store.report()
+    copied = 0 if kind == "gpu" else 3 * 400_000
+    assert (report.puts, report.takes, report.bytes_out, report.bytes_in) == (3, 3, copied, copied)
+    assert report.prefetched == (0 if kind == "gpu" else 2)
+    assert report.hidden_seconds == max(0.0, report.copy_seconds - report.exposed_seconds)
+    if kind == "gpu":
+        assert report.copy_seconds == report.exposed_seconds == 0
+    if kind == "host":  # a plain copy is always waited for
+        assert 0 < report.copy_seconds == report.exposed_seconds and report.hidden_seconds == 0
+    if kind == "disk":
+        assert 0 < report.copy_seconds < 30 and 0 <= report.exposed_seconds < 30
+        assert report.medium.endswith(("direct I/O", "buffered I/O"))
+    assert f"{kind} store" in str(report) and "3 puts" in str(report)
+    store.reset()
+    after = store.report()
+    assert (after.puts, after.takes, after.bytes_out, after.copy_seconds, after.exposed_seconds) == (0, 0, 0, 0, 0)
+    assert after.held_bytes == report.held_bytes
+
+
+def test_autograd_keeps_through_a_store(opened: Opener) -> None:
+    """The use the store is made for: put in forward (main thread), take in backward, a graph that is dropped."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, store: Store) -> Tensor:  # type: ignore[override]
+            ctx.store, ctx.handle = store, store.put([x])
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad: Tensor):  # type: ignore[override]
+            (x,) = ctx.store.take(ctx.handle)
+            return 2 * x * grad, None
+
+    for kind in KINDS:
+        store = opened(kind)
+        x = torch.randn(64, dtype=torch.float64).mul_(0.1).requires_grad_()
+        for _ in range(2):
+            x.grad = None
+            y = x
+            for _ in range(3):
+                y = Square.apply(y, store)
+            y.sum().backward()  # type: ignore[union-attr]
+            torch.testing.assert_close(x.grad, 8 * x.detach() ** 7)
+        Square.apply(x, store)
+        gc.collect()
+        assert len(store) == 0
+
+
+def test_host_reserve(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened("host")
+    assert isinstance(store, HostStore)
+    store.reserve(1)
+    monkeypatch.setattr(host, "available_memory", lambda: 3_100_000_000)
+    with pytest.raises(ValueError, match=r"3\.1 GB of memory available, this step needs 12\.4 GB: .*store='disk'"):
+        store.reserve(12_400_000_000)
+    handle = store.put([torch.ones(10)])
+    store.reserve(3_100_000_040)  # what is held counts as available
+    monkeypatch.setattr(host, "available_memory", lambda: 50)
+    with pytest.raises(MemoryError, match=r"50 B of memory available, the next kept tensor needs 80 B"):
+        store.put([torch.ones(10), torch.ones(20)])
+    assert_same(store.take(handle), [torch.ones(10)])
+    assert store.idle_bytes == store.held_bytes == 80  # the half that fitted is not lost
+
+
+def test_container_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 100\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self: files[self.name])
+    assert host.available_memory() == 400
+    files["memory.max"] = "max"
+    assert host.available_memory() > 400
+
+
+def test_pin_failure_names_bytes_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def cudaHostRegister(self, *_: int) -> int:
+            return 2
+
+    monkeypatch.setattr(host, "_cudart", Refusing)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    with pytest.raises(MemoryError, match=r"pin 5\.1 GB .*ulimit -l.*smaller context.*store='disk'"):
+        host._pin(0, 5_100_000_000, CPU)
+
+
+def test_disk_reserve(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened("disk")
+    store.reserve(1)
+    monkeypatch.setattr(scratch.ScratchFile, "free_bytes", lambda self: 3_100_000_000)
+    with pytest.raises(ValueError, match=r"has 3\.1 GB free, this step needs 12\.4 GB: .*scratch=\.\.\..*store='host'"):
+        store.reserve(12_400_000_000)
+
+
+def test_disk_folder_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere does not exist: .*scratch=\.\.\."):
+        open_store("disk", device=CPU, scratch=tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file is not a folder"):
+        open_store("disk", device=CPU, scratch=tmp_path / "file")
+
+
+Mount = Callable[[str], Path]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """A small tmpfs with the options given."""
+    places: list[Path] = []
+
+    def make(options: str) -> Path:
+        place = tmp_path / f"mount{len(places)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("no mount command here")
+        if done.returncode:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield make
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_read_only_folder(mount: Mount) -> None:
+    with pytest.raises(ValueError, match=r"no file can be made in scratch folder .* on tmpfs \(.*\): make it writable"):
+        open_store("disk", device=CPU, scratch=mount("ro,size=1m"))
+
+
+def test_no_space(mount: Mount) -> None:
+    place = mount("size=4m")
+    with open_store("disk", device=CPU, scratch=place) as store:
+        with pytest.raises(ValueError, match=r"has 4\.2 MB free, this step needs 5\.0 MB: free space"):
+            store.reserve(5_000_000)
+        handles = [store.put([torch.full((250_000,), i, dtype=torch.float32)]) for i in range(3)]
+        with pytest.raises(OSError, match=r"on tmpfs has .* free, this step needs 2\.0 MB more: free space") as caught:
+            store.put([torch.zeros(500_000)])
+        assert caught.value.errno == errno.ENOSPC
+        for i in reversed(range(3)):  # what was kept before is still there, and space that came free is used again
+            assert_same(store.take(handles[i]), [torch.full((250_000,), i, dtype=torch.float32)])
+        store.take(store.put([torch.zeros(500_000)]))
+
+
+def test_buffered_where_direct_is_refused(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, view: object, offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.os, "pwrite", refuse)
+        store = opened("disk")
+    assert store.report().medium.endswith("buffered I/O")
+    run_step(store, 3, seed=0)
+
+
+def test_file_systems_without_o_tmpfile(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.os, "open", lambda path, flags, mode=0o777: _os_open(path, flags, mode, refuse))
+        store = opened("disk")
+    run_step(store, 3, seed=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+_real_open = os.open
+
+
+def _os_open(path: object, flags: int, mode: int, refuse: Callable[..., int]) -> int:
+    return refuse() if flags & os.O_TMPFILE == os.O_TMPFILE else _real_open(path, flags, mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_error_in_a_thread_surfaces(call: str, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened("disk")
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(scratch.os, call, broken)
+    doing = "writing" if call == "pwrite" else "reading"
+    message = f"{doing} 4.0 MB (to|from) scratch folder .* on .*Input/output error.*check the disk.*store='host'"
+    with pytest.raises(OSError, match=message) as caught:
+        handles = [store.put([torch.ones(1_000_000)]) for _ in range(4)]
+        store.take(handles[-1])
+    assert caught.value.errno == errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):  # and the store stays unusable
+        store.put([torch.ones(1)])
+
+
+def test_put_waits_when_the_disk_is_slow(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than two puts are held; the wait is counted."""
+    store, go = opened("disk"), threading.Event()
+    assert isinstance(store, DiskStore)
+    load = disk._Staging.load
+    monkeypatch.setattr(disk._Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
+    handles = [store.put([torch.full((10,), float(i))]) for i in range(2)]
+    waited = threading.Timer(0.2, go.set)
+    waited.start()
+    handles.append(store.put([torch.full((10,), 2.0)]))
+    assert go.is_set()
+    assert store.report().exposed_seconds > 0.1
+    for i in (2, 1, 0):
+        assert_same(store.take(handles[i]), [torch.full((10,), float(i))])
+
+
+CRASHING = """
+import sys, time
+sys.path[:] = {path!r}
+import torch
+from pathlib import Path
+from ithaca.activations.store import open_store
+store = open_store("disk", device=torch.device("cpu"), scratch=Path({folder!r}))
+handle = store.put([torch.ones(1_000_000)])
+store.settle(handle)
+print("kept", flush=True)
+time.sleep(60)
+"""
+
+
+def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
+    code = CRASHING.format(path=sys.path, folder=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "kept\n"
+            assert list(tmp_path.iterdir()) == []  # nor while it is open
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_is_not_closed_goes_away(tmp_path: Path) -> None:
+    before, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    store = open_store("disk", device=CPU, scratch=tmp_path)
+    store.take(store.put([torch.ones(10)]))
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("ithaca-disk")]
+    assert threads
+    del store
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert threading.active_count() <= before
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_filesystem_is_named(tmp_path: Path) -> None:
+    Part = namedtuple("Part", "mountpoint fstype")
+    parts = [Part("/", "ext4"), Part(str(tmp_path), "xfs")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "disk_partitions", lambda all: parts)
+        assert scratch._filesystem(tmp_path / "below") == "xfs"
+        assert scratch._filesystem(Path("/")) == "ext4"
+
+
+def test_human_bytes() -> None:
+    sizes = [0, 999, 1000, 12_400_000_000, 3.5e15]
+    assert [human_bytes(size) for size in sizes] == ["0 B", "999 B", "1.0 KB", "12.4 GB", "3500.0 TB"]

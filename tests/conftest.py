@@ -1,0 +1,26 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ithaca.workers import Workers
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    """Up to eight gloo ranks on CPU. Processes start at the first run and are reused by every test of the session."""
+    with Workers(8) as pool:
+        yield pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
