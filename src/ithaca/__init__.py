@@ -1,10 +1,10 @@
 """ithaca: trains Hugging Face decoder models at millions of tokens of context, exactly.
 
-    stack = ithaca.Stack(ulysses=8, heads_per_stage=1, recompute="keep_attention", store="host", tile=4096)
-    run = ithaca.prepare(model, stack)
-    batch = run.shard(input_ids, labels=labels, documents=None)
-    loss = run.loss(batch)
-    loss.backward()
+stack = ithaca.Stack(ulysses=8, heads_per_stage=1, recompute="keep_attention", store="host", tile=4096)
+run = ithaca.prepare(model, stack)
+batch = run.shard(input_ids, labels=labels, documents=None)
+loss = run.loss(batch)
+loss.backward()
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ class LayerCall:
     count_routing: bool = False  # return the sums that the router's balance loss is made of
     valid: Tensor | None = None  # [B, s], False on padding
     learn: bool = True
+    stored: bool = False  # forward put something into the store
 
 
 @dataclass
@@ -75,7 +76,7 @@ class _LayerFunction(torch.autograd.Function):
         y, routing, after = _after_forward(call, x, attended, keep_graph)
         if call.learn:
             kept = [x] if call.recompute == "layer" else [x, attended, *lses]
-            ctx.handle, ctx.call = call.store.put(kept), call
+            ctx.handle, ctx.call, call.stored = call.store.put(kept), call, True
             ctx.kept = Kept(source if source.keep_graph else None, qkv, after)
         if routing is None:
             return y
@@ -96,8 +97,10 @@ class _LayerFunction(torch.autograd.Function):
         else:
             attended, *lses = more
         dx, dattended = _after_backward(call, x, attended, dy, routing_grads, gradients, kept.after)
-        by_head = (t.unflatten(2, (-1, call.layer.projector.head_dim)) for t in (dattended, attended))
-        call.attention.backward(source, *by_head, lses, kept.qkv)
+        size = call.layer.projector.head_dim
+        call.attention.backward(
+            source, dattended.unflatten(2, (-1, size)), attended.unflatten(2, (-1, size)), lses, kept.qkv
+        )
         source.finish(dx)
         ctx.kept = ctx.handle = None
         grads = [gradients.take(p) for p in _trainable(call.layer)]
@@ -228,7 +231,9 @@ class _TokenSource:
     def _add_dh(self, tile: slice, grad: Tensor) -> None:
         if self.dh is None:
             # q, k and v of every stage add to this one: fp32, or the sum would lose what the parts had
-            self.dh = torch.zeros(self.x.shape, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device)
+            self.dh = torch.zeros(
+                self.x.shape, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
+            )
         self.dh[:, tile] += grad
 
     def finish(self, dx: Tensor) -> None:

@@ -7,6 +7,7 @@ shard × ring × ulysses, all ranks of a replica, whatever part of a sequence th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Mesh:
 
     def agree(self, error: str | None) -> None:
         """Raise on every rank if any rank has an error: a rank that stops alone leaves the others hanging."""
-        if self.world.pg is None:
+        if self.world.pg is None or dist.get_backend(self.world.pg) == "fake":  # a rank-of-N run has no peers to ask
             errors: list[Any] = [error]
         else:
             errors = [None] * self.world.size
@@ -52,6 +53,12 @@ class Mesh:
 def build_mesh(stack: Stack, device: torch.device) -> Mesh:
     """Lay the world out for `stack`. Without a process group the world is this one process."""
     world = dist.get_world_size() if dist.is_initialized() else 1
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"a launcher started {started} processes (WORLD_SIZE), but they do not know each other yet, so each would train "
+            "by itself; call torch.distributed.init_process_group() before prepare"
+        )
     require(stack.violations(world), "this stack cannot run")
     if world > 1 or stack.shard_parameters:
         _ensure_process_group(device)

@@ -18,13 +18,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .activations.loss import IGNORE, LossTerms, cap, tiled_loss
-from .activations.store import Store, open_store
+from .activations.store import Store, StoreKind, open_store
 from .attention.head_schedule import Stage, head_schedule
 from .attention.kernel import Kernels, Need
 from .attention.segments import Plan, plan_segments
@@ -76,6 +78,7 @@ class Run:
     kernels: Kernels
     schedule: tuple[Stage, ...]
     dtype: torch.dtype
+    busy: bool = False  # inside a forward or backward, or one has failed
     reserved: int = 0  # largest input for which the store was found to have room
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -91,7 +94,8 @@ class Run:
         self._check_batch(input_ids, labels)
         rows, length = input_ids.shape
         lengths = read_documents(documents, rows, length)
-        labels = shift_labels(input_ids if labels is None else labels, lengths, IGNORE)
+        input_ids, labels = (t.long() for t in (input_ids, input_ids if labels is None else labels))
+        labels = shift_labels(labels, lengths, IGNORE)
         supervised = int((labels != IGNORE).sum())
         if supervised == 0:
             raise ValueError(
@@ -125,8 +129,13 @@ class Run:
 
     def _check_batch(self, input_ids: Tensor, labels: Tensor | None) -> None:
         vocabulary = self.decoder.config.vocab_size
+        for name, value in (("input_ids", input_ids), ("labels", labels)):
+            if not isinstance(value, Tensor) and not (name == "labels" and value is None):
+                raise ValueError(f"{name} is a {type(value).__name__}; pass a torch.Tensor of shape [rows, tokens]")
         if input_ids.dim() != 2 or 0 in input_ids.shape:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [rows, tokens], both at least 1")
+            raise ValueError(
+                f"input_ids has shape {tuple(input_ids.shape)}; it must be [rows, tokens], both at least 1"
+            )
         problems = []
         if labels is not None and labels.shape != input_ids.shape:
             problems.append(
@@ -166,21 +175,42 @@ class Run:
         """
         count = batch.supervised if supervised is None else supervised
         terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
-        held = len(self.store)
-        mine: Tensor = self.decoder.model(_Request(lambda: self._local_loss(batch, count, terms)))
-        if torch.is_grad_enabled() and self.stack.store != "gpu" and len(self.store) == held:
-            raise RuntimeError(
-                f"store={self.stack.store!r} was asked for, but no layer stored anything in this forward. Activations stay "
-                "on the GPU, so memory would run out later without a reason; this is a bug or a patched layer"
+        problems = terms.violations()
+        if count < 1:
+            problems.append(
+                f"supervised={count} must be at least 1: the sum of batch.supervised over the micro-batches"
             )
-        return _GlobalSum.apply(mine, self.mesh.world)  # pyright: ignore[reportReturnType]
+        require(problems, "this loss cannot be computed")
+        if self.busy:
+            self._recover()
+        self.busy = True
+        mine: Tensor = self.decoder.model(_Request(lambda: self._local_loss(batch, count, terms)))
+        self.busy = False
+        return _GlobalSum.apply(mine, self)  # pyright: ignore[reportReturnType]
+
+    def _recover(self) -> None:
+        """The last forward or backward ended in an exception that the caller survived: FSDP2 still stands in its middle,
+        and would leave some gradients of the next step unreduced without a word."""
+        if isinstance(self.decoder.model, FSDPModule):
+            if not hasattr(self.decoder.model, "reset_iter_state"):  # torch before 2.13
+                raise RuntimeError(
+                    "the last forward or backward failed, and this torch cannot bring FSDP2 back to a clean state; build and "
+                    "prepare the model again, or use torch 2.13"
+                )
+            self.decoder.model.reset_iter_state()
+        self.busy = False
+
+    def _backward_done(self) -> None:
+        self.busy = False
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits of this rank's tokens, [b, s, V]: for checks and short inputs, as they are whole."""
 
         def compute() -> Tensor:
             x, _ = self._hidden(batch)
-            return self.decoder.head(x, _Request(lambda x: cap(bind_linear(self.decoder.head)(self.decoder.norm(x)), self.decoder.logit_cap)))
+            return self.decoder.head(
+                x, _Request(lambda x: cap(bind_linear(self.decoder.head)(self.decoder.norm(x)), self.decoder.logit_cap))
+            )
 
         return self.decoder.model(_Request(compute))
 
@@ -191,9 +221,17 @@ class Run:
             head = bind_linear(self.decoder.head)
             weights = [leaf.parameter for leaf in head.leaves] + list(self.decoder.norm.parameters())
             trainable = [p for p in weights if p.requires_grad]
-            return tiled_loss(x, batch.labels, lambda t: head(self.decoder.norm(t)), trainable, self.stack.tile, terms)
+            return tiled_loss(
+                x,
+                batch.labels,
+                lambda t: head(self.decoder.norm(t)),
+                trainable,
+                tile=self.stack.tile,
+                terms=terms,
+                scale=1.0 / count,
+            )
 
-        mine = self.decoder.head(x, _Request(compute)) / count
+        mine = self.decoder.head(x, _Request(compute))
         if routing:
             mine = mine + self._balance_loss(routing, batch) * (batch.supervised / count)
         return mine
@@ -201,12 +239,20 @@ class Run:
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Embedding and layers. -> x before the final norm, router sums of each layer"""
         x = self.decoder.embedding(batch.input_ids)
-        ropes = {kind: self.decoder.rope(kind, batch.longest) for kind in {layer.rope_type for layer in self.decoder.layers}}
+        ropes = {
+            kind: self.decoder.rope(kind, batch.longest) for kind in {layer.rope_type for layer in self.decoder.layers}
+        }
         self._reserve(x, batch)
         routing = []
         for layer in self.decoder.layers:
             call = self._layer_call(layer, ropes[layer.rope_type], batch, x)
             x, *sums = layer.module(x, _Request(lambda x, call=call: run_layer(x, call)))
+            if self.stack.store != "gpu" and torch.is_grad_enabled() and call.learn and not call.stored:
+                raise RuntimeError(
+                    f"store={self.stack.store!r} was asked for, but layer {layer.index} stored nothing in this forward. "
+                    "Activations stay on the GPU, so memory would run out later without a reason; this is a bug or a "
+                    "patched layer"
+                )
             if sums:
                 routing.append(tuple(sums))
         return x, routing
@@ -216,7 +262,13 @@ class Run:
         kernel = self.kernels.resolve(Need(x.device, x.dtype, projector.head_dim, layer.window is not None))
         shape = Shape(x.shape[0], x.shape[1], projector.heads, projector.kv_heads, projector.head_dim)
         attention = StagedAttention(
-            self.schedule, shape, self.mesh.ulysses, self.mesh.ring, kernel, self._plans(batch, layer.window), layer.scale
+            self.schedule,
+            shape,
+            self.mesh.ulysses,
+            self.mesh.ring,
+            kernel,
+            self._plans(batch, layer.window),
+            layer.scale,
         )
         return LayerCall(
             layer=layer,
@@ -239,7 +291,11 @@ class Run:
                 bounds = [document_bounds(lengths, layout.padded) for lengths in batch.documents]
             batch.plans[window] = [
                 plan_segments(
-                    layout.chunks(ring.rank), layout.chunks((ring.rank - step) % ring.size), bounds, window, self.mesh.device
+                    layout.chunks(ring.rank),
+                    layout.chunks((ring.rank - step) % ring.size),
+                    bounds,
+                    window,
+                    self.mesh.device,
                 )
                 for step in range(ring.size)
             ]
@@ -249,7 +305,6 @@ class Run:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
         if self.stack.store == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
             return
-        self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
         per_layer = x.numel() * x.element_size()
         if self.stack.recompute == "keep_attention":
             projector = self.decoder.layers[0].projector
@@ -263,6 +318,7 @@ class Run:
         except (ValueError, OSError) as problem:
             error = str(problem)
         self.mesh.agree(error)
+        self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
 
     def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:
         """This rank's part of the router's balance loss over all tokens of the batch and all layers (Switch, eq. 4-6)."""
@@ -285,11 +341,16 @@ class _GlobalSum(torch.autograd.Function):
     """Sum over all ranks in forward, identity in backward: gradients are summed by FSDP, once."""
 
     @staticmethod
-    def forward(ctx, mine: Tensor, world: Group) -> Tensor:
-        return total(mine.detach(), world)
+    def forward(ctx, mine: Tensor, run: Run) -> Tensor:
+        ctx.run, ctx.spent = run, False
+        return total(mine.detach(), run.mesh.world)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.spent:  # here, before FSDP2's first hook
+            raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
+        ctx.spent = ctx.run.busy = True
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.run._backward_done)
         return grad, None
 
 
@@ -297,6 +358,7 @@ def prepare(
     model: nn.Module,
     stack: Stack | None = None,
     *,
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     scratch: str | Path | None = None,
     weights: str | Path | None = None,
@@ -304,18 +366,23 @@ def prepare(
     """Apply a stack to a Hugging Face decoder, in place.
 
     model: any supported model, plain or with PEFT LoRA adapters, on CPU, GPU or the meta device.
+    device: where to train; default is this process's current GPU if there is one, else the CPU.
     dtype: compute dtype; default bf16 on CUDA with fp32 master weights, and the model's own dtype elsewhere.
     scratch: folder for store="disk"; default is the system's temporary folder.
     weights: folder with safetensors, for a model on the meta device: every rank reads its own shards only.
     """
     stack = stack or Stack()
-    device = _device(model)
     decoder = read_model(model)
+    _check_weights(model, weights)
+    device = _device(model, device)
     mesh = build_mesh(stack, device)
     compute = dtype or _compute_dtype(decoder, stack, device)
+    _check_dtype(model, mesh, compute)
     error, store = None, None
     try:
-        store = open_store(stack.store, device=device, scratch=None if scratch is None else Path(scratch))
+        store = open_store(
+            cast(StoreKind, stack.store), device=device, scratch=None if scratch is None else Path(scratch)
+        )
     except (ValueError, OSError) as problem:
         error = str(problem)
     mesh.agree(error)  # one rank without a writable disk must not leave the others waiting
@@ -343,31 +410,58 @@ def materialize(run: Run, weights: str | Path | None) -> None:
     from .model.weights import fill_from_folder, is_meta
 
     if is_meta(run.model):
-        if weights is None:
-            raise ValueError(
-                "the model is on the meta device, so it has no weights yet; pass weights=FOLDER with its safetensors, or "
-                "build it on a real device"
-            )
+        assert weights is not None
         fill_from_folder(run.decoder, Path(weights), run.mesh)
     elif run.mesh.parameters is None:
         run.model.to(run.mesh.device)
+
+
+def _check_weights(model: nn.Module, weights: str | Path | None) -> None:
+    """Before anything is sharded: do the model and `weights` belong together?"""
+    from .model.weights import is_meta
+
+    if not is_meta(model):
         if weights is not None:
             raise ValueError("weights= is for a model on the meta device; this one has its weights already: drop it")
+        return
+    if weights is None:
+        raise ValueError(
+            "the model is on the meta device, so it has no weights yet; pass weights=FOLDER with its safetensors, or "
+            "build it on a real device"
+        )
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "a model with PEFT adapters cannot be filled from weights=, which holds the base model only; build base and "
+            "adapters on a real device and drop weights="
+        )
+
+
+def _check_dtype(model: nn.Module, mesh: Mesh, compute: torch.dtype) -> None:
+    """FSDP2 casts parameters while computing; without it they are used as they are."""
+    other = {p.dtype for p in model.parameters()} - {compute}
+    if mesh.parameters is None and other:
+        raise ValueError(
+            f"dtype={compute} was asked for, but the model has parameters of {', '.join(map(str, other))}, which "
+            f"shard_parameters=False leaves as they are; use shard_parameters=True, or call model.to({compute}) first"
+        )
 
 
 def _route(module: nn.Module) -> None:
     """Let calls that end with a request run our code inside this module's own hooks (FSDP's), all others as before."""
-    untouched = module.forward
-
-    def forward(*args, **kwargs):
-        if args and isinstance(args[-1], _Request):
-            return args[-1].do(*args[:-1])
-        return untouched(*args, **kwargs)
-
-    module.forward = forward
+    module._forward_before_ithaca = module.forward  # pyright: ignore[reportArgumentType]
+    module.forward = MethodType(_routed_forward, module)  # a method, so that a deep copy runs on its own weights
 
 
-def _device(model: nn.Module) -> torch.device:
+def _routed_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[-1], _Request):
+        return args[-1].do(*args[:-1])
+    return module._forward_before_ithaca(*args, **kwargs)
+
+
+def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    if wanted is not None:
+        device = torch.device(wanted)
+        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
     device = next(model.parameters()).device
     if device.type in ("meta", "cpu") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

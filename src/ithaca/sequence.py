@@ -59,16 +59,21 @@ def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length:
     documents = list(documents)
     if rows == 1 and documents and all(isinstance(n, int) for n in documents):
         documents = [documents]
-    if len(documents) != rows or not all(isinstance(row, (list, tuple)) for row in documents):
+    documents = [row.tolist() if isinstance(row, torch.Tensor) else row for row in documents]
+    odd = [type(row).__name__ for row in documents if not isinstance(row, (list, tuple))]
+    if len(documents) != rows or odd:
+        entries = f"{len(documents)} entries" + (f" of type {odd[0]}" if odd else "")
         raise ValueError(
-            f"documents has {len(documents)} entries for a batch of {rows} rows; give one list of document lengths per "
-            "row, for example documents=[[600, 424], [1024]] for two rows of 1,024 tokens"
+            f"documents has {entries} for a batch of {rows} rows; give one list of document lengths per row, for "
+            "example documents=[[600, 424], [1024]] for two rows of 1,024 tokens"
         )
     checked = []
     for row, lengths in enumerate(documents):
         wrong = [n for n in lengths if not isinstance(n, int) or isinstance(n, bool) or n < 1]
         if wrong:
-            raise ValueError(f"documents[{row}] has the length {wrong[0]!r}; every length must be a whole number above 0")
+            raise ValueError(
+                f"documents[{row}] has the length {wrong[0]!r}; every length must be a whole number above 0"
+            )
         if sum(lengths) != length:
             raise ValueError(
                 f"documents[{row}] adds up to {sum(lengths):,} tokens but the sequence has {length:,}; give the lengths "

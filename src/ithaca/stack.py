@@ -95,7 +95,7 @@ class Stack:
                 good, want = isinstance(value, bool), "True or False"
             else:
                 optional = field.name in ("heads_per_stage", "tile")
-                good = isinstance(value, int) and not isinstance(value, bool) or (optional and value is None)
+                good = (isinstance(value, int) and not isinstance(value, bool)) or (optional and value is None)
                 want = "a whole number" + (" or None" if optional else "")
             if not good:
                 yield f"{field.name}={value!r} must be {want}"

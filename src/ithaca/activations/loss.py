@@ -2,8 +2,9 @@
 
 At 5M tokens and a vocabulary of 128K whole logits would be 1.3 TB. Here a tile of hidden states goes through the final norm,
 the head and the cross-entropy, and its gradients are taken at once, so forward leaves just dx [s, d] and the weight
-gradients (summed over tiles in fp32); backward scales them. The result is a sum over this rank's supervised tokens, not
-a mean: the division by the global count happens once, outside (DESIGN: one loss). A rank with no supervised token gets 0.
+gradients (summed over tiles in fp32). The result is a sum over this rank's supervised tokens times `scale`, one over the
+global count (DESIGN: one loss); a rank with no supervised token gets 0. The scale goes in before the gradients are taken:
+scaling bf16 gradients afterwards would round them twice.
 
 Label smoothing and z-loss (penalty on log²Z, PaLM) are optional; both count per supervised token.
 Why not `torch.nn.functional.linear_cross_entropy`: docs/decisions/0004-loss.md.
@@ -29,13 +30,28 @@ class LossTerms:
     z_loss: float = 0.0
     logit_cap: float | None = None
 
+    def violations(self) -> list[str]:
+        found = []
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            found.append(f"label_smoothing={self.label_smoothing} must be between 0 and 1; use 0.0 to switch it off")
+        if not self.z_loss >= 0.0:
+            found.append(f"z_loss={self.z_loss} must not be negative; use 0.0 to switch it off")
+        return found
+
 
 def tiled_loss(
-    x: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], parameters: list[Tensor], tile: int | None, terms: LossTerms
+    x: Tensor,
+    labels: Tensor,
+    head: Callable[[Tensor], Tensor],
+    parameters: list[Tensor],
+    *,
+    tile: int | None,
+    terms: LossTerms,
+    scale: float,
 ) -> Tensor:
-    """Sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, head: [B, t, d] -> [B, t, V]."""
+    """Scaled sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, head: [B, t, d] -> [B, t, V]."""
     learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
-    result = _LossFunction.apply(x, labels, head, tile, terms, learn, *parameters)
+    result = _LossFunction.apply(x, labels, head, tile, terms, scale, learn, *parameters)
     assert isinstance(result, Tensor)
     return result
 
@@ -45,9 +61,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tenso
     logits = logits.flatten(0, -2)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     labels = labels.flatten()
-    loss = F.cross_entropy(
-        logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing
-    )
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing)
     if terms.z_loss:
         log_z = torch.logsumexp(logits, -1)
         loss = loss + terms.z_loss * torch.where(labels != IGNORE, log_z**2, 0.0).sum()
@@ -61,13 +75,13 @@ def cap(logits: Tensor, limit: float | None) -> Tensor:
 
 class _LossFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, learn: bool, *parameters: Tensor):
+    def forward(ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, scale, learn, *parameters: Tensor):
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         gradients, dx = Gradients(), torch.empty_like(x) if learn else None
         for at in tiles(x.shape[1], tile):
             with torch.set_grad_enabled(learn):
                 leaf = x[:, at].detach().requires_grad_(learn)
-                loss = cross_entropy_sum(cap(head(leaf), terms.logit_cap), labels[:, at], terms)
+                loss = cross_entropy_sum(cap(head(leaf), terms.logit_cap), labels[:, at], terms) * scale
             total += loss.detach()
             if dx is not None:
                 found = differentiate([loss], [torch.ones_like(loss)], [leaf, *parameters])
@@ -80,7 +94,7 @@ class _LossFunction(torch.autograd.Function):
     def backward(ctx, scale: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.dx is None:
             raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
-        # gradients of a sum over millions of tokens, scaled by 1/count: in place, they are needed once
+        # in place, as they are needed once; `scale` is 1 unless the caller scales the loss, and 1 rounds nothing
         dx, grads = ctx.dx.mul_(scale), [None if g is None else g.mul_(scale) for g in ctx.grads]
         ctx.dx = ctx.grads = None
-        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grads
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, None, *grads

@@ -9,7 +9,6 @@ gradients that are wrong by half their size and raises nothing, so every tensor 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import torch

@@ -87,5 +87,9 @@ class Kernels:
             reasons.append(f"{name}: {reason}")
         what = f"head_dim={need.head_dim}, {str(need.dtype).removeprefix('torch.')}, {need.device.type}"
         what += ", sliding window" if need.windowed else ""
-        remedy = "use attention='auto'" if self.name != "auto" else "see the reasons; bf16 on an NVIDIA GPU of Ampere or later works"
+        remedy = (
+            "use attention='auto'"
+            if self.name != "auto"
+            else "see the reasons; bf16 on an NVIDIA GPU of Ampere or later works"
+        )
         raise ValueError(f"no attention kernel for {what}; {'; '.join(reasons)}; remedy: {remedy}")

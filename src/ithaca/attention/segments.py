@@ -152,7 +152,9 @@ def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: f
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
         for segment in plan.segments:
-            out[_at(segment.row, segment.q)], lse[_at(segment.row, segment.q)] = _forward(kernel, q, k, v, segment, scale)
+            out[_at(segment.row, segment.q)], lse[_at(segment.row, segment.q)] = _forward(
+                kernel, q, k, v, segment, scale
+            )
         return out, lse
     running = Running(q)
     attend_into(running, kernel, q, k, v, plan, scale)
@@ -176,7 +178,7 @@ def attend_backward(
             dout, q, k, v, out, lse, bounds=plan.bounds, longest=plan.longest, scale=scale, window=_shared_window(plan)
         )
     if plan.direct:
-        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for segment in plan.segments:
             parts = _backward(kernel, dout, q, k, v, out, lse, segment, scale)
             for grad, part, where in zip(grads, parts, (segment.q, segment.k, segment.k), strict=True):

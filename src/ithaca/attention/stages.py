@@ -97,21 +97,23 @@ class StagedAttention:
         exchange = Exchange(self.ulysses, self.shape, out, reuse=True)
         held, leaving = Held(), None
 
-        def bring(t: int):
+        def bring(t: int) -> dict[str, Arriving]:
             heads = [h for per_rank in self.schedule[t].queries for h in per_rank]
             counts = [len(h) for h in self.schedule[t].queries]
-            both = [
-                exchange.to_heads(name, _by_head(value, heads, exchange.buffer(f"{name} send", len(heads))), counts)
-                for name, value in (("dout", dout), ("out", out))
-            ]
-            return (kept[t] if kept else self._bring(exchange, source, t)), *both
+            coming = {} if kept else self._bring(exchange, source, t)
+            for name, value in (("dout", dout), ("out", out)):
+                send = _by_head(value, heads, exchange.buffer(f"{name} send", len(heads)))
+                coming[name] = exchange.to_heads(name, send, counts)
+            return coming
 
-        for t, (stage, (arrived, coming_dout, coming_out)) in enumerate(self._pipeline(bring)):
+        for t, (stage, arrived) in enumerate(self._pipeline(bring)):
             if kept:
-                q, held.k, held.v = arrived
+                q, held.k, held.v = kept[t]
             else:
                 q = self._settle(held, arrived)
-            grads = self._attend_backward(stage, coming_dout.gathered(), q, held, coming_out.gathered(), lses[t])
+            grads = self._attend_backward(
+                stage, arrived["dout"].gathered(), q, held, arrived["out"].gathered(), lses[t]
+            )
             homing = self._homing(exchange, stage, held, grads)
             self._deliver(source, leaving)
             leaving = (t, homing)
@@ -207,7 +209,10 @@ class StagedAttention:
             if done:
                 held.grads = []
         return {
-            name: ([h for ranks in lists for h in ranks], exchange.to_tokens(f"d{name}", value, [len(h) for h in lists]))
+            name: (
+                [h for ranks in lists for h in ranks],
+                exchange.to_tokens(f"d{name}", value, [len(h) for h in lists]),
+            )
             for name, (lists, value) in home.items()
         }
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         return options.run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if options.traceback:
             raise
         print(f"ithaca {options.verb}: {error}", file=sys.stderr)

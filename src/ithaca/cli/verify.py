@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from ..stack import ATTENTION, RECOMPUTE, STORES, Stack, require
@@ -41,8 +42,12 @@ def add_verify(verbs: Any) -> None:
     parser.set_defaults(run=run_verify)
     parser.add_argument("model", nargs="?", help="a preset (llama3, qwen3, gemma3, ...) or a folder with config.json")
     parser.add_argument("--world", type=int, default=None, help="processes to start (default: what the stack needs)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the visible GPUs, else CPU")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="default: float32 on CPU, bfloat16 on CUDA")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the visible GPUs, else CPU"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=None, help="default: float32 on CPU, bfloat16 on CUDA"
+    )
     parser.add_argument("--length", type=int, default=1021, help="tokens of the test sequence (default %(default)s)")
     parser.add_argument("--lora", action="store_true", help="freeze the base and train LoRA adapters")
     parser.add_argument("--full", action="store_true", help="the whole model with its weights instead of a shrunk one")
@@ -77,6 +82,8 @@ def run_verify(options: argparse.Namespace) -> int:
     problems = stack.violations(options.world)
     if not options.matrix and options.model is None:
         problems.append("no model given; name a preset such as llama3, a folder with config.json, or use --matrix")
+    if options.matrix and (stack != Stack() or options.lora or options.full):
+        problems.append("--matrix goes through the settings by itself; leave out --lora, --full and those of the stack")
     if options.length < 2:
         problems.append(f"--length {options.length} is too short; a token needs a next one to predict: use at least 2")
     require(problems, "this cannot be verified")
@@ -87,12 +94,14 @@ def run_verify(options: argparse.Namespace) -> int:
 
         world = options.world or 8
         todo = cases(cover(world), world, options.length)
+        todo = [replace(case, device=device, dtype=dtype, scratch=options.scratch) for case in todo]
         if options.model:
-            todo = [case for case in todo if case.model == options.model]
+            todo = [case for case in todo if case.model == options.model] or [replace(todo[0], model=options.model)]
         checks = ("logits", "case")
     else:
         from ..verify.case import Case
 
+        assert options.model is not None
         world = options.world or _joined_world() or stack.context_ranks * stack.replicate
         todo = [
             Case(
@@ -133,12 +142,14 @@ def _device(options: argparse.Namespace) -> str:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was asked for, but torch sees no GPU; use --device cpu")
-    need = options.world or options.ulysses * options.ring * options.replicate
+    need = options.world or (8 if options.matrix else options.ulysses * options.ring * options.replicate)
     available = torch.cuda.device_count()
     if options.device == "auto" and (available < need or options.dtype == "float32"):
         return "cpu"
     if available < need and not _joined_world():
-        raise ValueError(f"--world {need} needs as many GPUs, but torch sees {available}; use --device cpu or fewer ranks")
+        raise ValueError(
+            f"--world {need} needs as many GPUs, but torch sees {available}; use --device cpu or fewer ranks"
+        )
     return "cuda"
 
 
@@ -200,13 +211,18 @@ def _run_joined(todo: list[Case], checks, device: str):
         dist.destroy_process_group()
 
 
+def _finite(error: float) -> float | None:
+    """JSON has no infinity and no NaN; such an error is a miss, and null."""
+    return error if isfinite(error) else None
+
+
 def _print(results, good: bool, as_json: bool) -> None:
     if as_json:
         rows = [
             {
                 **asdict(case),
                 "seconds": round(seconds, 2),
-                "items": [{**asdict(item), "ok": item.ok} for item in items],
+                "items": [{**asdict(item), "error": _finite(item.error), "ok": item.ok} for item in items],
             }
             for case, items, seconds in results
         ]

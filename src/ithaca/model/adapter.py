@@ -61,8 +61,9 @@ class Layer:
     def after_parameters(self) -> list[Tensor]:
         """Trainable parameters of `after`."""
         parts = [self._part(n) for n in (self.family.after_attention, self.family.before_mlp, self.family.after_mlp)]
-        modules = [self.module.self_attn.o_proj, self.module.mlp, *parts]
-        return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]  # pyright: ignore
+        module: Any = self.module
+        modules = [module.self_attn.o_proj, module.mlp, *parts]
+        return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
 
     def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor | None]:
         """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits."""
@@ -103,10 +104,12 @@ class Decoder:
 
 def read_model(model: nn.Module) -> Decoder:
     inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # pyright: ignore[reportCallIssue]
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     kind = getattr(config, "model_type", None)
     family = FAMILIES.get(kind or "")
-    if family is None or type(inner).__name__.removeprefix("FSDP") != family.model_class:
+    if hasattr(inner, "_forward_before_ithaca"):
+        raise ValueError("this model was prepared before; use the run that prepare returned, or build the model again")
+    if family is None or type(inner).__name__ != family.model_class:
         known = ", ".join(sorted(f.model_class for f in FAMILIES.values()))
         name = f"{type(inner).__name__} (model_type {kind!r})"
         raise ValueError(
@@ -115,6 +118,13 @@ def read_model(model: nn.Module) -> Decoder:
         )
     base = inner.model
     problems = config_violations(config) + _structure_violations(base, family) + _adapter_violations(model, inner)
+    if not _is_transformers(inner):
+        problems.append(f"{type(inner).__name__} has a forward that is not transformers' own; use the model unpatched")
+    if inner.is_gradient_checkpointing:
+        problems.append(
+            "gradient checkpointing is on, and would run the recompute of the stack twice; call "
+            "model.gradient_checkpointing_disable() and choose with Stack(recompute=...)"
+        )
     require(problems, f"{type(inner).__name__} cannot be prepared")
     layers = [_layer(i, module, base, config, family) for i, module in enumerate(base.layers)]
     _check_rope(base, config, layers)
@@ -155,6 +165,12 @@ def _structure_violations(base: Any, family: Family) -> list[str]:
                 name = type(module).__name__
                 found.append(f"{name} of layer {index} differs from the known structure in {', '.join(odd)}")
                 return found  # one layer tells enough
+            if not _is_transformers(module):
+                found.append(
+                    f"{type(module).__name__} of layer {index} has a forward of its own, which would not be called; "
+                    "use the layers of transformers as they are"
+                )
+                return found
             direct = [name for name, _ in module.named_parameters(recurse=False)]
             if direct:
                 found.append(f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct)}")
@@ -162,10 +178,15 @@ def _structure_violations(base: Any, family: Family) -> list[str]:
     return found
 
 
-def _adapter_violations(model: nn.Module, inner: Any) -> list[str]:
+def _is_transformers(module: nn.Module) -> bool:
+    """Whether a module runs the forward that transformers ships: not a subclass, not a patched one."""
+    return type(module).__module__.startswith("transformers.models.") and "forward" not in vars(module)
+
+
+def _adapter_violations(model: Any, inner: Any) -> list[str]:
     found = []
     if model is not inner:
-        for config in model.peft_config.values():  # pyright: ignore
+        for config in model.peft_config.values():
             if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
                 found.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
     for name, module in inner.named_modules():
@@ -176,11 +197,11 @@ def _adapter_violations(model: nn.Module, inner: Any) -> list[str]:
     for index, layer in enumerate(inner.model.layers):
         for part in ("q_proj", "k_proj", "v_proj"):
             linear = getattr(layer.self_attn, part, None)
-            problem = linear and linear_violation(linear, f"layers.{index}.self_attn.{part}")
+            problem = linear and linear_violation(linear, f"model.layers.{index}.self_attn.{part}")
             if problem and problem not in found:
                 found.append(problem)
     problem = linear_violation(inner.lm_head, "lm_head")
-    if problem:
+    if problem and problem not in found:
         found.append(problem)
     if type(inner.model.embed_tokens).__module__.startswith("peft"):
         kind = type(inner.model.embed_tokens).__name__

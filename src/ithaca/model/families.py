@@ -45,12 +45,6 @@ class Family:
         return getattr(attention, "sliding_window", None)
 
 
-_SANDWICH = dict(
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
-
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", window="config"),
@@ -58,7 +52,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", window="layer"),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", window="config", experts=True),
     "mixtral": Family("MixtralForCausalLM", window="config", experts=True),
-    "gemma3_text": Family("Gemma3ForCausalLM", qk_norm="head", window="layer", rope_by_layer=True, **_SANDWICH),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+        qk_norm="head",
+        window="layer",
+        rope_by_layer=True,
+    ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         before_attention=None,

@@ -152,7 +152,9 @@ def linear_violation(linear: nn.Module, name: str) -> str | None:
         return None
     kind = f"{type(linear).__module__}.{type(linear).__name__}"
     if not (kind.startswith("peft.tuners.lora") and hasattr(linear, "base_layer")):
-        return f"{name} is a {kind}; only torch.nn.Linear and PEFT LoRA on it are supported: remove or merge the wrapper"
+        return (
+            f"{name} is a {kind}; only torch.nn.Linear and PEFT LoRA on it are supported: remove or merge the wrapper"
+        )
     return lora_violation(linear, name)
 
 

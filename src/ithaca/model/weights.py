@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,28 +28,36 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def fill_from_folder(decoder: Decoder, folder: Path, mesh: Mesh) -> None:
+    model: Any = decoder.model
     error = None
     try:
         files = _Files(folder)
-        _check_names(decoder, files, folder)
-    except (ValueError, OSError) as problem:
+        _check(model, files, folder)
+    except (ValueError, OSError, SafetensorError) as problem:
         error = str(problem)
     mesh.agree(error)
-    model: Any = decoder.model
     model.to_empty(device=mesh.device)
     if decoder.tied:
         model.tie_weights()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            first, count = _rows(parameter)
-            if count:
-                local[:count].copy_(_read(files, name, first, count, parameter))
-            parameter._is_hf_initialized = True
+    try:
+        _fill(model, files)
+    except (OSError, SafetensorError) as problem:
+        error = f"reading {folder} failed: {problem}"
+    mesh.agree(error)
     # buffers outside the state dict (rotary frequencies, Gemma's embedding scale) are computed, not loaded
     model.initialize_weights()
     for layer_type in {layer.rope_type for layer in decoder.layers}:
         check_against(model.model.rotary_emb, rope_for(decoder.config, layer_type, 1), layer_type)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, files: _Files) -> None:
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        first, count = _rows(parameter)
+        if count:
+            local[:count].copy_(_read(files, name, first, count, parameter))
+        parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Files:
@@ -58,7 +66,7 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
-            where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            where: dict[str, str] = json.loads(index.read_text()).get("weight_map", {})
             self.where = {name: folder / Path(file).name for name, file in where.items()}
         elif single.exists():
             with safe_open(single, "pt") as opened:
@@ -70,11 +78,16 @@ class _Files:
             )
         missing = sorted({str(path) for path in self.where.values() if not path.exists()})
         if missing:
-            raise ValueError(f"{folder} lists {missing[0]}, which does not exist ({len(missing)} missing); download it again")
+            raise ValueError(
+                f"{folder} lists {missing[0]}, which does not exist ({len(missing)} missing); download it again"
+            )
         self.opened: dict[Path, Any] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.slice(name).get_shape())
 
     def slice(self, name: str):
         path = self.where[name]
@@ -104,7 +117,10 @@ def _expert_names(name: str, expert: int) -> list[list[str]]:
     mixtral = base.removesuffix(".mlp") + f".block_sparse_moe.experts.{expert}"
     qwen = f"{base}.experts.{expert}"
     if part == "gate_up_proj":
-        return [[f"{qwen}.gate_proj.weight", f"{qwen}.up_proj.weight"], [f"{mixtral}.w1.weight", f"{mixtral}.w3.weight"]]
+        return [
+            [f"{qwen}.gate_proj.weight", f"{qwen}.up_proj.weight"],
+            [f"{mixtral}.w1.weight", f"{mixtral}.w3.weight"],
+        ]
     return [[f"{qwen}.down_proj.weight"], [f"{mixtral}.w2.weight"]]
 
 
@@ -129,25 +145,32 @@ def _sources(files: _Files, name: str, parameter: Tensor) -> list[list[str]] | N
     return None
 
 
-def _check_names(decoder: Decoder, files: _Files, folder: Path) -> None:
-    missing = [
-        name for name, parameter in decoder.model.named_parameters() if _sources(files, name, parameter) is None
-    ]
+def _check(model: nn.Module, files: _Files, folder: Path) -> None:
+    """Names and shapes of all parameters, by the files' headers: before any rank has filled anything."""
+    sources = {name: _sources(files, name, parameter) for name, parameter in model.named_parameters()}
+    missing = [name for name, found in sources.items() if found is None]
     if missing:
         raise ValueError(
             f"{folder} lacks {len(missing)} of the model's parameters, for example {missing[0]}; pass the folder this "
             "model's config came from"
         )
+    for name, parameter in model.named_parameters():
+        for names in sources[name] or ():
+            whole = names == [name] or not _EXPERTS.match(name)
+            want = tuple(parameter.shape if whole else parameter.shape[1:])
+            shapes = [files.shape(source) for source in names]
+            found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if found != want or len({shape[1:] for shape in shapes}) > 1:
+                raise ValueError(
+                    f"{' + '.join(names)} has shape {found} in {folder}, but {name} of the model needs {want}; pass the "
+                    "folder this model's config came from"
+                )
 
 
 def _read(files: _Files, name: str, first: int, count: int, parameter: Tensor) -> Tensor:
     sources = _sources(files, name, parameter)
     assert sources is not None
-    if len(sources) == 1 and len(sources[0]) == 1 and not _EXPERTS.match(name) or (name in files):
-        piece = files.slice(sources[0][0])
-        shape = tuple(piece.get_shape())
-        if shape != tuple(parameter.shape):
-            raise ValueError(f"{name} has shape {shape} in the checkpoint but {tuple(parameter.shape)} in the model")
-        return piece[first : first + count]
+    if name in files or not _EXPERTS.match(name):
+        return files.slice(sources[0][0])[first : first + count]
     rows = [torch.cat([files.slice(n)[:] for n in sources[expert]]) for expert in range(first, first + count)]
     return torch.stack(rows)

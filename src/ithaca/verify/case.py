@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..run import Batch, Run, prepare
+from ..run import Batch, prepare
 from ..stack import Stack
 from .presets import add_lora, build, folder_config, preset_config
 from .reference import Item, Measured, Reference, cast_parameters
@@ -82,7 +82,11 @@ class Session:
         self.config = self._config()
         original = self._model(self.config)
         self.reference = Reference(original, case.dtype, case.device) if self.first else None
-        self.run = prepare(copy.deepcopy(original), case.stack, dtype=getattr(torch, case.dtype), scratch=case.scratch)
+        dtype = getattr(torch, case.dtype)
+        own = copy.deepcopy(original)
+        if case.world == 1 and not case.stack.shard_parameters:
+            cast_parameters(own, dtype)  # without FSDP2 nothing casts them while computing
+        self.run = prepare(own, case.stack, device=case.device, dtype=dtype, scratch=case.scratch)
 
     def _config(self) -> Any:
         changes = dict(self.case.changes)
@@ -103,7 +107,7 @@ class Session:
         if self.case.dtype != "float32":
             # one set of weights for all three models: those that bf16 can hold
             cast_parameters(cast_parameters(model, getattr(torch, self.case.dtype)), torch.float32)
-        model.to(self.case.device)
+        model = model.to(self.case.device)  # pyright: ignore[reportArgumentType]
         return add_lora(model, self.case.seed + 1) if self.case.lora else model
 
     def other(self, **changes: Any) -> Session:
@@ -157,7 +161,9 @@ class Session:
         ours = Measured(value, full_gradients(run.model))  # pyright: ignore[reportArgumentType]
         if self.reference is None:
             return []
-        return self.reference.compare(ours, [(d.input_ids, d.labels, d.documents) for d in batches], name, self.case.limit)
+        return self.reference.compare(
+            ours, [(d.input_ids, d.labels, d.documents) for d in batches], name, self.case.limit
+        )
 
     def logits(self, data: Data) -> Tensor | None:
         """Our logits of the whole batch, on rank 0."""

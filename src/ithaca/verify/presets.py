@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.families import FAMILIES
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -36,25 +38,43 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
         {
-            **_SMALL, **_HEADS, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True, "output_router_logits": True,
+            **_SMALL,
+            **_HEADS,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "output_router_logits": True,
             "router_aux_loss_coef": 0.05,
         },
-    ),  # fmt: skip
+    ),
     "mixtral": (
         "mixtral",
         {
-            **_SMALL, **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
-            "router_aux_loss_coef": 0.05, "sliding_window": 160,
+            **_SMALL,
+            **_HEADS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.05,
+            "sliding_window": 160,
         },
-    ),  # fmt: skip
+    ),
     "gemma3": (
         "gemma3_text",
         {
-            **_SMALL, **_HEADS, "head_dim": 16, "sliding_window": 80, "query_pre_attn_scalar": 16,
-            "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 20.0,
+            **_SMALL,
+            **_HEADS,
+            "head_dim": 16,
+            "sliding_window": 80,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "final_logit_softcapping": 20.0,
         },
-    ),  # fmt: skip
+    ),
     "olmo2": ("olmo2", {**_SMALL, **_HEADS}),
 }
 
@@ -74,6 +94,9 @@ def folder_config(folder: Path, full: bool) -> Any:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; pass a preset ({', '.join(PRESETS)}) or a model folder")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{folder} holds a {config.model_type!r} model, which is not supported; supported are {known}")
     return config if full else shrink(config)
 
 

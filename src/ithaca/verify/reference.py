@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations.loss import IGNORE
@@ -43,6 +45,8 @@ class Reference:
     def __init__(self, model: nn.Module, dtype: str, device: str) -> None:
         self.device = torch.device(device)
         self.wide = copy.deepcopy(model).to(device)
+        if self.device.type == "cuda":
+            expand_kv(self.wide)
         self.narrow = None
         if dtype != "float32":
             self.narrow = cast_parameters(copy.deepcopy(model).to(device), getattr(torch, dtype))
@@ -72,12 +76,12 @@ class Reference:
 
     def routing_margin(self, ids: Tensor, documents: list[list[int]] | None) -> float:
         """How close the closest choice between two experts is. Without experts there is no choice."""
-        if not getattr(self.wide.config, "num_experts_per_tok", None):
+        top_k: int = getattr(self.wide.config, "num_experts_per_tok", None) or 0
+        if not top_k:
             return float("inf")
         place = None if documents is None else positions(documents, *ids.shape).to(self.device)
         with torch.no_grad():
             out = self.wide(ids.to(self.device), position_ids=place, use_cache=False, output_router_logits=True)
-        top_k = self.wide.config.num_experts_per_tok  # pyright: ignore
         gaps = [torch.diff(logits.topk(top_k + 1, -1).values)[:, -1].abs().min() for logits in out.router_logits]
         return min(float(gap) for gap in gaps)
 
@@ -112,6 +116,24 @@ class Reference:
             )
         scale = 1.0 if own is None else _distance(own, theirs)
         return [Item("logits", _distance(ours, theirs) / scale, limit)]
+
+
+def expand_kv(model: nn.Module) -> None:
+    """Let a float32 reference on a GPU reach long inputs: torch has no float32 kernel for grouped heads and would build the
+    whole score matrix, while it has one for as many KV heads as query heads."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def attend(module, q, k, v, mask, scaling=None, dropout=0.0, **_):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("sdpa_expanded", attend)
+    AttentionMaskInterface.register("sdpa_expanded", sdpa_mask)
+    inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # pyright: ignore
+    inner.set_attn_implementation("sdpa_expanded")
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:

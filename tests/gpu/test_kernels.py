@@ -1,0 +1,119 @@
+"""CUDA kernels against the plainest attention in float64: every mask, GQA, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ithaca.attention.backends import BACKENDS
+from ithaca.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
+from ithaca.sequence import Layout, document_bounds
+
+from ..attention.masks import distance, plain_attention, visible
+
+pytestmark = pytest.mark.gpu
+KERNELS = [name for name in BACKENDS if name != "cpu"]
+LIMIT = 5e-3  # a bf16 kernel rounds its probabilities and its output
+
+
+def kernel(name: str, head_dim: int, windowed: bool):
+    made = BACKENDS[name]()
+    reason = made.problem(torch.device("cuda", 0), torch.bfloat16, head_dim, windowed)
+    if reason is not None:
+        pytest.skip(f"{name} {reason}")
+    return made
+
+
+def tensors(rows, heads, kv_heads, length, size):
+    torch.manual_seed(0)
+    shapes = (heads, kv_heads, kv_heads, heads)
+    return tuple(torch.randn(rows, h, length, size, device="cuda", dtype=torch.bfloat16) for h in shapes)
+
+
+def expected(q, k, v, dout, seen, scale):
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = plain_attention(*leaves, seen, scale)
+    return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, dout.double())
+
+
+@pytest.mark.parametrize("size", [16, 64, 128, 256])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    "lengths", [None, [[300, 1, 212]], [[300, 1, 212], [13, 400, 100]]], ids=["one", "packed", "rows"]
+)
+@pytest.mark.parametrize("name", KERNELS)
+def test_masks(name, lengths, window, size):
+    made = kernel(name, size, window is not None)
+    rows = 1 if lengths is None else len(lengths)
+    bounds = None if lengths is None else [document_bounds(row, 513) for row in lengths]
+    plan = plan_segments([(0, 513)], [(0, 513)], bounds, window, torch.device("cuda", 0))
+    q, k, v, dout = tensors(rows, 6, 2, 513, size)
+    tokens = torch.arange(513)
+    seen = torch.stack(
+        [visible(tokens, tokens, None if bounds is None else bounds[row], window) for row in range(rows)]
+    )
+    out, lse, grads = expected(q, k, v, dout, seen, size**-0.5)
+    got, got_lse = attend(made, q, k, v, plan, size**-0.5)
+    assert got_lse.dtype == torch.float32 and got_lse.shape == q.shape[:3]
+    assert distance(got, out) < LIMIT and distance(got_lse, lse) < 1e-5
+    for mine, theirs in zip(attend_backward(made, dout, q, k, v, got, got_lse, plan, size**-0.5), grads, strict=True):
+        assert distance(mine, theirs) < LIMIT
+
+
+@pytest.mark.parametrize("layouts", ["heads first", "tokens first", "mixed"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_strides_do_not_matter(name, layouts):
+    """cuDNN's backward trusts one set of strides; a mixture must still be right."""
+    made = kernel(name, 64, False)
+    q, k, v, dout = tensors(2, 4, 2, 256, 64)
+    tokens = torch.arange(256)
+    seen = visible(tokens, tokens, None, None).expand(2, -1, -1)
+    out, _, grads = expected(q, k, v, dout, seen, 0.125)
+
+    def tokens_first(t):
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    if layouts != "heads first":
+        q, k, v = tokens_first(q), tokens_first(k), tokens_first(v)
+    if layouts == "tokens first":
+        dout = tokens_first(dout)
+    got, lse = made.forward(q, k, v, causal=True, scale=0.125, window=None)
+    if layouts == "mixed":
+        got = got.contiguous()
+    assert distance(got, out) < LIMIT
+    for mine, theirs in zip(
+        made.backward(dout, q, k, v, got, lse, causal=True, scale=0.125, window=None), grads, strict=True
+    ):
+        assert distance(mine, theirs) < LIMIT
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("name", KERNELS)
+def test_ring_merge(name, window):
+    """Blocks of a zigzag ring merge to the whole, in fp32."""
+    made = kernel(name, 64, window is not None)
+    layout = Layout(500, 1, 2)
+    bounds = [document_bounds([200, 300], layout.padded)]
+    q, k, v, dout = tensors(1, 4, 2, layout.padded, 64)
+    tokens = torch.arange(layout.padded)
+    out, lse, grads = expected(q, k, v, dout, visible(tokens, tokens, bounds[0], window)[None], 0.125)
+    total = [torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)]
+    for rank in range(2):
+        mine = layout.tokens(rank, 0).cuda()
+        running, plans = Running(q[:, :, mine]), []
+        for other in range(2):
+            theirs = layout.tokens(other, 0).cuda()
+            plan = plan_segments(layout.chunks(rank), layout.chunks(other), bounds, window, q.device)
+            attend_into(running, made, q[:, :, mine], k[:, :, theirs], v[:, :, theirs], plan, 0.125)
+            plans.append((theirs, plan))
+        assert distance(running.out, out[:, :, mine]) < LIMIT and distance(running.lse, lse[:, :, mine]) < 1e-5
+        for theirs, plan in plans:
+            if plan.segments:
+                parts = attend_backward(
+                    made, dout[:, :, mine], q[:, :, mine], k[:, :, theirs], v[:, :, theirs],
+                    running.out.bfloat16(), running.lse, plan, 0.125,
+                )  # fmt: skip
+                for grad, part, where in zip(total, parts, (mine, theirs, theirs), strict=True):
+                    grad[:, :, where] += part
+    for mine, theirs in zip(total, grads, strict=True):
+        assert distance(mine, theirs) < LIMIT
