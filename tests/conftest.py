@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from ithaca.workers import Workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Small tensors on a machine that others share: a second thread costs more than it brings."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +25,6 @@ def workers() -> Iterator[Workers]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in gpu:
-                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    if gpu and not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))

@@ -10,6 +10,7 @@ A model built on the meta device is sharded first and filled afterwards, shard b
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,20 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, *, compute: torch.dtype, reshard: b
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    _free_what_stays(decoder.model, [decoder.model] if decoder.tied else [decoder.head, decoder.model])
     log.info("FSDP2: %d groups over %d ranks, compute in %s", len(groups) + 1, mesh.parameters.size(), compute)
+
+
+def _free_what_stays(root: nn.Module, kept: list[Any]) -> None:
+    """Groups that stay gathered until backward are freed where none comes: after an evaluation, where `parameters()` would
+    otherwise be the gathered copies, and before the next forward, which would otherwise miss an optimizer step."""
+
+    def free(*_: Any) -> None:
+        for module in kept:
+            module.reshard()
+
+    root.register_forward_pre_hook(free, prepend=True)  # before FSDP2's own hook, which gathers
+    root.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else free())
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

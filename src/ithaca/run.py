@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from .activations.loss import IGNORE, LossTerms, cap, tiled_loss
+from .activations.loss import IGNORE, LossTerms, cap, loss_tile, tiled_loss
 from .activations.store import Store, StoreKind, open_store
 from .attention.head_schedule import Stage, head_schedule
 from .attention.kernel import Kernels, Need
@@ -175,7 +175,7 @@ class Run:
         """
         count = batch.supervised if supervised is None else supervised
         terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
-        problems = terms.violations()
+        problems = self._mode_violations() + terms.violations()
         if count < 1:
             problems.append(
                 f"supervised={count} must be at least 1: the sum of batch.supervised over the micro-batches"
@@ -187,6 +187,21 @@ class Run:
         mine: Tensor = self.decoder.model(_Request(lambda: self._local_loss(batch, count, terms)))
         self.busy = False
         return _GlobalSum.apply(mine, self)  # pyright: ignore[reportReturnType]
+
+    def _mode_violations(self) -> list[str]:
+        """Modes of torch in which a forward would go wrong later."""
+        found = []
+        if torch.is_autocast_enabled(self.mesh.device.type):
+            found.append(
+                "torch.autocast is on, but backward computes parts of the forward again outside of it, in another dtype; "
+                "leave the context and choose the compute dtype with prepare(dtype=...)"
+            )
+        if torch.is_inference_mode_enabled() and self.mesh.parameters is not None:
+            found.append(
+                "torch.inference_mode is on, and what FSDP2 gathers first inside of it is of no use outside; use "
+                "torch.no_grad()"
+            )
+        return found
 
     def _recover(self) -> None:
         """The last forward or backward ended in an exception that the caller survived: FSDP2 still stands in its middle,
@@ -205,6 +220,7 @@ class Run:
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits of this rank's tokens, [b, s, V]: for checks and short inputs, as they are whole."""
+        require(self._mode_violations(), "these logits cannot be computed")
 
         def compute() -> Tensor:
             x, _ = self._hidden(batch)
@@ -226,7 +242,7 @@ class Run:
                 batch.labels,
                 lambda t: head(self.decoder.norm(t)),
                 trainable,
-                tile=self.stack.tile,
+                tile=loss_tile(self.stack.tile, self.decoder.config.vocab_size),
                 terms=terms,
                 scale=1.0 / count,
             )
@@ -438,6 +454,11 @@ def _check_weights(model: nn.Module, weights: str | Path | None) -> None:
 
 def _check_dtype(model: nn.Module, mesh: Mesh, compute: torch.dtype) -> None:
     """FSDP2 casts parameters while computing; without it they are used as they are."""
+    if compute not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(
+            f"dtype={compute} is not supported: gradients divided by a million tokens are below float16's smallest number; "
+            "use torch.bfloat16 or torch.float32"
+        )
     other = {p.dtype for p in model.parameters()} - {compute}
     if mesh.parameters is None and other:
         raise ValueError(
@@ -461,6 +482,8 @@ def _routed_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
     if wanted is not None:
         device = torch.device(wanted)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r} was asked for, but torch sees no GPU; use device='cpu'")
         return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
     device = next(model.parameters()).device
     if device.type in ("meta", "cpu") and torch.cuda.is_available():

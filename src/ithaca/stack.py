@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 RECOMPUTE = ("none", "layer", "keep_attention")
 STORES = ("gpu", "host", "disk")
-ATTENTION = ("auto", "cudnn", "flash", "cpu")
+ATTENTION = ("auto", "cudnn", "fa4", "flash", "cpu")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Stack:
     """FSDP2: parameters, gradients and optimizer states sharded over all ranks of a replica."""
 
     attention: str = "auto"
-    """Attention kernel: "auto" or one of "cudnn", "flash", "cpu"."""
+    """Attention kernel: "auto" or one of "cudnn", "fa4", "flash", "cpu"."""
 
     @property
     def context_ranks(self) -> int:

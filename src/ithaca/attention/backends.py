@@ -1,6 +1,7 @@
-"""The kernels: aten ops that ship with torch, and FlashAttention-3 where it is installed.
+"""The kernels: aten ops that ship with torch, and FlashAttention-4 where it is installed.
 
-Order of preference on a GPU: cuDNN (fastest, no windows), FlashAttention-3, torch's own flash (windows, packed documents).
+Order of preference on a GPU: FlashAttention-4, cuDNN (no windows), torch's own flash (windows, packed documents). Measured on
+one H200, causal, D=128, 1M tokens, forward / backward TFLOP/s: 646 / 622, 505 / 543, and about 300 / 325.
 On a CPU one aten op serves; it is the same code path that tests use.
 
 Trap: cuDNN's backward reads `out` and `dout` with one set of strides. Given tensors of different layouts it returns
@@ -9,6 +10,7 @@ gradients that are wrong by half their size and raises nothing, so every tensor 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -155,7 +157,81 @@ class Flash:
         return tuple(g.transpose(0, 1)[None] for g in grads)
 
 
-BACKENDS: dict[str, Callable[[], Kernel]] = {"cudnn": Cudnn, "flash": Flash, "cpu": Cpu}
+class Flash4:
+    """FlashAttention-4 (package flash-attn-4, CuTe DSL): the fastest on Hopper; compiled at first use, seconds per case."""
+
+    name = "fa4"
+    packed = True
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+        self.probed: dict[tuple, str | None] = {}
+
+    def problem(self, device, dtype, head_dim, windowed):
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return "needs the package flash-attn-4, which is not installed"
+        return _half_on_cuda(device, dtype, head_dim) or _probe(self, device, dtype, head_dim)
+
+    def forward(self, q, k, v, *, causal, scale, window):
+        self.calls.forward += 1
+        return self._forward(q, k, v, causal, scale, window)
+
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+        self.calls.backward += 1
+        return self._backward(dout, q, k, v, out, lse, causal, scale, window)
+
+    def forward_packed(self, q, k, v, *, bounds: Tensor, longest: int, scale: float, window: int | None):
+        self.calls.forward += 1
+        varlen = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        out, lse = self._forward(q, k, v, True, scale, window, **varlen)
+        return out, lse
+
+    def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window):
+        self.calls.backward += 1
+        varlen = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return self._backward(dout, q, k, v, out, lse, True, scale, window, **varlen)
+
+    def _forward(self, q, k, v, causal, scale, window, **varlen):
+        from flash_attn.cute.interface import _flash_attn_fwd  # pyright: ignore[reportMissingImports]
+
+        left, right = _open_window(causal, window)
+        inputs = [_tokens_first(t, bool(varlen)) for t in (q, k, v)]
+        out, lse = _flash_attn_fwd(
+            *inputs, softmax_scale=scale, causal=causal and window is None, window_size_left=left,
+            window_size_right=right, return_lse=True, **varlen,
+        )[:2]  # fmt: skip
+        return _heads_first(out, bool(varlen)).contiguous(), lse[None] if varlen else lse
+
+    def _backward(self, dout, q, k, v, out, lse, causal, scale, window, **varlen):
+        from flash_attn.cute.interface import _flash_attn_bwd  # pyright: ignore[reportMissingImports]
+
+        left, right = _open_window(causal, window)
+        q, k, v, out, dout = (_tokens_first(t, bool(varlen)) for t in (q, k, v, out, dout))
+        lse = (lse[0] if varlen else lse).contiguous()
+        grads = _flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal and window is None, window_size_left=left,
+            window_size_right=right, **varlen,
+        )[:3]  # fmt: skip
+        return tuple(_heads_first(g, bool(varlen)) for g in grads)
+
+
+BACKENDS: dict[str, Callable[[], Kernel]] = {"fa4": Flash4, "cudnn": Cudnn, "flash": Flash, "cpu": Cpu}
+
+
+def _tokens_first(t: Tensor, one_row: bool) -> Tensor:
+    """[B, H, S, D] -> [B, S, H, D], or [S, H, D] for a packed row."""
+    return t[0].transpose(0, 1) if one_row else t.transpose(1, 2)
+
+
+def _heads_first(t: Tensor, one_row: bool) -> Tensor:
+    return t.transpose(0, 1)[None] if one_row else t.transpose(1, 2)
+
+
+def _open_window(causal: bool, window: int | None) -> tuple[int | None, int | None]:
+    """(left, right) with None for an open side."""
+    if window is None:
+        return None, None
+    return window, 0 if causal else None
 
 
 def _half_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -179,8 +255,9 @@ def _probe(kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> s
             kernel.backward(out, q, k, k, out, lse, causal=True, scale=1.0, window=None)
             torch.cuda.synchronize(device)
             kernel.probed[key] = None
-        except RuntimeError as error:
-            kernel.probed[key] = f"does not run on this GPU ({str(error).strip().splitlines()[0][:160]})"
+        except Exception as error:  # whatever an optional package or a driver raises is the reason, not our failure
+            why = (str(error).strip().splitlines() or [""])[0][:160]
+            kernel.probed[key] = f"does not run on this GPU ({type(error).__name__}: {why})"
         kernel.calls = Calls()
     return kernel.probed[key]
 

@@ -186,8 +186,7 @@ def _run(todo: list[Case], checks, device: str, options: argparse.Namespace):
 
 def _cause(error: Exception) -> str:
     """What the workers raised, without their tracebacks."""
-    text = str(error).split("Traceback (most recent call last)")[0].strip()
-    return text
+    return str(error).split("\n\nTraceback of rank")[0]
 
 
 def _run_joined(todo: list[Case], checks, device: str):

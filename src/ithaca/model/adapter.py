@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..stack import require
 from .families import FAMILIES, Family, config_violations
@@ -109,7 +110,12 @@ def read_model(model: nn.Module) -> Decoder:
     family = FAMILIES.get(kind or "")
     if hasattr(inner, "_forward_before_ithaca"):
         raise ValueError("this model was prepared before; use the run that prepare returned, or build the model again")
-    if family is None or type(inner).__name__ != family.model_class:
+    if isinstance(inner, FSDPModule):
+        raise ValueError(
+            f"{type(inner).__name__} is sharded already; pass the model before fully_shard, prepare does it"
+        )
+    known_class = family is not None and type(inner).__name__ == family.model_class
+    if family is None or not known_class or not type(inner).__module__.startswith("transformers.models."):
         known = ", ".join(sorted(f.model_class for f in FAMILIES.values()))
         name = f"{type(inner).__name__} (model_type {kind!r})"
         raise ValueError(

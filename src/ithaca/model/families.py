@@ -90,6 +90,10 @@ def config_violations(config: Any) -> list[str]:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             found.append(f"config.{name}=True would keep tensors that are never whole here; set it to False")
+    if getattr(config, "quantization_config", None):
+        found.append(
+            "the model is quantised, and quantised weights have no exact path here; load it in bf16 or float32"
+        )
     if getattr(config, "pretraining_tp", 1) not in (None, 1):
         found.append(f"config.pretraining_tp={config.pretraining_tp} splits projections differently; set it to 1")
     return found

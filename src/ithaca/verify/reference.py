@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from ..activations.loss import IGNORE
 from ..sequence import positions, shift_labels
 
+SINGLE_LIMIT = 1.5  # bf16: a single parameter's distance over the untouched model's own
+
 Raw = tuple[Tensor, Tensor, "list[list[int]] | None"]  # input_ids, labels, documents
 
 
@@ -87,25 +89,28 @@ class Reference:
 
     def compare(self, ours: Measured, batches: list[Raw], name: str, limit: float) -> list[Item]:
         theirs = self.measure(self.wide, batches)
-        own = None if self.narrow is None else self.measure(self.narrow, batches)
-        scale = 1.0 if own is None else _distance(own.loss, theirs.loss)
+        errors = _errors(ours, theirs)
+        worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
+        loss = _distance(ours.loss, theirs.loss)
+        if self.narrow is None:
+            return [
+                Item(f"{name}loss", loss, limit),
+                Item(f"{name}gradients ({len(errors)})", errors[worst], limit, worst),
+            ]
+        own = self.measure(self.narrow, batches)
+        own_errors = _errors(own, theirs)
         # one number has no spread to average: a bf16 model may hit its loss by luck, so its own error counts as at
         # least the rounding of bf16
-        scale = 1.0 if own is None else max(scale, 2.0**-9)
-        loss = Item(f"{name}loss", _distance(ours.loss, theirs.loss) / scale, limit)
-        errors = {}
-        for parameter, grad in theirs.gradients.items():
-            mine = ours.gradients.get(parameter)
-            if (mine is None) != (grad is None):
-                errors[parameter] = float("inf")  # a gradient where there should be none, or the other way round
-            elif grad is not None and mine is not None:
-                errors[parameter] = _distance(mine, grad)
-                if own is not None:
-                    errors[parameter] /= max(_distance(own.gradients[parameter], grad), 1e-12)
-        extra = set(ours.gradients) - set(theirs.gradients)
-        errors |= {parameter: float("inf") for parameter in extra}
-        worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-        return [loss, Item(f"{name}gradients ({len(errors)})", errors[worst], limit, worst)]
+        loss /= max(_distance(own.loss, theirs.loss), 2.0**-9)
+        ratios = {key: errors[key] / max(own_errors[key], 1e-12) for key in errors}
+        worst = max(ratios, key=lambda key: ratios[key] if ratios[key] == ratios[key] else float("inf"))
+        # all parameters count alike; of one alone, a norm with a few hundred numbers, the error is partly luck
+        whole = (sum(e**2 for e in errors.values()) / sum(e**2 for e in own_errors.values())) ** 0.5
+        return [
+            Item(f"{name}loss", loss, limit),
+            Item(f"{name}gradients ({len(errors)})", whole, limit, "all parameters"),
+            Item(f"{name}worst gradient", ratios[worst], SINGLE_LIMIT, worst),
+        ]
 
     def compare_logits(self, ours: Tensor, ids: Tensor, documents: list[list[int]] | None, limit: float) -> list[Item]:
         place = None if documents is None else positions(documents, *ids.shape).to(self.device)
@@ -116,6 +121,18 @@ class Reference:
             )
         scale = 1.0 if own is None else _distance(own, theirs)
         return [Item("logits", _distance(ours, theirs) / scale, limit)]
+
+
+def _errors(ours: Measured, theirs: Measured) -> dict[str, float]:
+    """Relative error of every gradient; infinite where one side has a gradient and the other has none."""
+    errors = dict.fromkeys(set(ours.gradients) ^ set(theirs.gradients), float("inf"))
+    for name in set(ours.gradients) & set(theirs.gradients):
+        mine, grad = ours.gradients[name], theirs.gradients[name]
+        if (mine is None) != (grad is None):
+            errors[name] = float("inf")
+        elif grad is not None:
+            errors[name] = _distance(mine, grad)
+    return errors
 
 
 def expand_kv(model: nn.Module) -> None:

@@ -1,0 +1,57 @@
+"""`ithaca verify` of each family under the full stack: parity and the probes for leaks, windows, padding and accumulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from ithaca.stack import Stack
+from ithaca.verify.case import Case, run_case
+from ithaca.verify.presets import PRESETS
+
+FULL = Stack(ulysses=2, ring=2, heads_per_stage=1, recompute="keep_attention", store="host", tile=101)
+PROBES = {
+    "document leak",
+    "logits",
+    "loss",
+    "packed loss",
+    "5 tokens: loss",
+    "ranks without loss: loss",
+    "accumulation: loss",
+}
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_full_stack(workers, model):
+    case = Case(model, FULL, world=4, length=509)
+    items = workers.run(run_case, case, world=4)[0]
+    assert {item.name for item in items} >= PROBES
+    windows = model in ("mistral", "mixtral", "gemma3")
+    assert ("sliding window" in {item.name for item in items}) == windows
+    missed = [f"{item.name}: {item.error:.2e} > {item.limit:.0e} at {item.where}" for item in items if not item.ok]
+    assert not missed
+    assert not any(item.where.startswith("not probed") for item in items)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
+def test_rope_scaling(workers, kind):
+    """The rotary types of transformers, at a length beyond the trained one."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    changes = (("rope_parameters", rope), ("max_position_embeddings", 128))
+    case = Case("llama3", Stack(ulysses=2, heads_per_stage=1), world=2, length=331, changes=changes)
+    items = workers.run(run_case, case, ("logits", "plain"), world=2)[0]
+    assert [item.name for item in items if not item.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ulysses"), [(32, 8, 2), (16, 8, 4), (6, 3, 4), (5, 1, 4), (8, 8, 3), (12, 2, 8)]
+)
+@pytest.mark.parametrize("heads_per_stage", [None, 1, 3])
+def test_odd_heads(workers, heads, kv_heads, ulysses, heads_per_stage):
+    """Head counts that break the published order, and counts that divide by nothing."""
+    changes = (("num_attention_heads", heads), ("num_key_value_heads", kv_heads), ("hidden_size", 8 * heads))
+    stack = Stack(ulysses=ulysses, heads_per_stage=heads_per_stage, tile=40)
+    case = Case("llama3", stack, world=ulysses, length=131, changes=changes)
+    items = workers.run(run_case, case, ("case",), world=ulysses)[0]
+    assert [(item.name, item.error, item.where) for item in items if not item.ok] == []

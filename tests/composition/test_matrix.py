@@ -1,0 +1,46 @@
+"""Every pair of settings, on every family, equal to the untouched model: loss, logits and every gradient, float32."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ithaca.verify.case import run_case
+from ithaca.verify.matrix import AXES, all_pairs, allowed, cases, cover, pairs_of
+
+WORLD = 8
+ROWS = cover(WORLD)
+CASES = cases(ROWS, WORLD)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.model}" for i, case in enumerate(CASES)])
+def test_case(workers, case):
+    items = workers.run(run_case, case, ("logits", "case"), world=case.world)[0]
+    assert {item.name.split(" (")[0] for item in items} == {"logits", "loss", "gradients"}
+    missed = [f"{item.name}: {item.error:.2e} > {item.limit:.0e} at {item.where}" for item in items if not item.ok]
+    assert not missed, f"{case}: {missed}"
+
+
+def test_the_matrix_has_every_pair():
+    """Counted apart from the generator: each two values of each two axes, unless refused."""
+    seen = set().union(*(pairs_of(row) for row in ROWS))
+    assert seen == all_pairs(WORLD)
+    possible = sum(
+        allowed({a: x, b: y}, WORLD)
+        for i, a in enumerate(AXES)
+        for b in list(AXES)[i + 1 :]
+        for x, y in product(AXES[a], AXES[b])
+    )
+    refused = {("ulysses", 8, "ring", 2)} | {("recompute", "none", "store", store) for store in ("host", "disk")}
+    whole = sum(len(AXES[a]) * len(AXES[b]) for i, a in enumerate(AXES) for b in list(AXES)[i + 1 :])
+    assert len(seen) == possible == whole - len(refused)
+
+
+def test_the_matrix_covers_what_it_claims():
+    assert {case.model for case in CASES} == set(AXES["model"])
+    assert {case.stack.context_ranks for case in CASES} == {1, 2, 4, 8}
+    assert any(case.stack.replicate > 1 for case in CASES)
+    assert any(case.world > case.stack.context_ranks * case.stack.replicate for case in CASES)  # data-parallel shards
+    assert any(case.rows > 1 for case in CASES)
+    assert all(case.length == 1021 for case in CASES)

@@ -1,0 +1,97 @@
+"""Stack: every violation is found, with the value, the limit and the remedy; several at once are one error."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ithaca.stack import ATTENTION, RECOMPUTE, STORES, Stack, require
+
+WRONG_VALUES = [
+    (Stack(ulysses=0), ["ulysses=0", "at least 1", "use 1 to switch it off"]),
+    (Stack(ring=-2), ["ring=-2", "at least 1", "use 1 to switch it off"]),
+    (Stack(replicate=0), ["replicate=0", "at least 1", "use 1 to switch it off"]),
+    (Stack(heads_per_stage=0), ["heads_per_stage=0", "at least 1", "None to switch it off"]),
+    (Stack(tile=-1), ["tile=-1", "at least 1", "None to switch it off"]),
+    (Stack(recompute="attention"), ["recompute='attention'", *map(repr, RECOMPUTE)]),
+    (Stack(store="nvme"), ["store='nvme'", *map(repr, STORES)]),
+    (Stack(attention="triton"), ["attention='triton'", *map(repr, ATTENTION)]),
+    (Stack(recompute="none", store="host"), ["store='host'", "recompute='none'", "keep_attention", "store='gpu'"]),
+    (Stack(recompute="none", store="disk"), ["store='disk'", "recompute='none'", "keep_attention", "store='gpu'"]),
+    (
+        Stack(shard_parameters=False, replicate=2),
+        ["replicate=2", "shard_parameters=False", "set replicate=1 or shard_parameters=True"],
+    ),
+]
+WRONG_TYPES = [
+    ("ulysses", 2.0, "a whole number"),
+    ("ring", "2", "a whole number"),
+    ("replicate", None, "a whole number"),
+    ("ulysses", True, "a whole number"),
+    ("heads_per_stage", 1.5, "a whole number or None"),
+    ("tile", "4096", "a whole number or None"),
+    ("recompute", None, "a string"),
+    ("store", 1, "a string"),
+    ("attention", None, "a string"),
+    ("shard_parameters", 1, "True or False"),
+]
+
+
+def test_the_default_and_every_listed_choice_are_fine():
+    assert Stack().violations() == []
+    assert Stack().violations(world=7) == []
+    for name, choices in (("recompute", RECOMPUTE), ("store", STORES), ("attention", ATTENTION)):
+        for choice in choices:
+            stack = dataclasses.replace(Stack(), **{name: choice})
+            assert stack.violations() == [], (name, choice)
+
+
+def test_a_stack_is_plain_data():
+    stack = Stack(ulysses=4, ring=2)
+    assert stack.context_ranks == 8
+    assert stack == Stack(ulysses=4, ring=2) and hash(stack) == hash(Stack(ulysses=4, ring=2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stack.ring = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("stack", "words"), WRONG_VALUES, ids=lambda case: str(case)[:60])
+def test_a_wrong_value_is_named_with_its_limit_and_remedy(stack: Stack, words: list[str]):
+    (line,) = stack.violations()
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(("name", "value", "want"), WRONG_TYPES)
+def test_a_wrong_type_is_named_and_arithmetic_is_not_tried(name: str, value: object, want: str):
+    (line,) = dataclasses.replace(Stack(ring=0), **{name: value}).violations(world=4)
+    assert line == f"{name}={value!r} must be {want}"
+
+
+def test_several_mistakes_are_one_error_with_a_line_each():
+    stack = Stack(ulysses=0, tile=0, recompute="some", store="tape")
+    with pytest.raises(ValueError) as caught:
+        require(stack.violations(4), "this stack cannot run")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "this stack cannot run: 4 problems"
+    for line, word in zip(lines[1:], ("ulysses=0", "tile=0", "recompute='some'", "store='tape'"), strict=True):
+        assert line.startswith("  - ") and word in line
+
+
+def test_one_mistake_is_one_line():
+    with pytest.raises(ValueError) as caught:
+        require(Stack(ring=0).violations(), "this stack cannot run")
+    assert str(caught.value) == "this stack cannot run: ring=0 must be at least 1; use 1 to switch it off"
+    require([], "nothing")
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 9])
+def test_a_world_that_does_not_fit_is_named_with_both_numbers(world: int):
+    (line,) = Stack(ulysses=2, ring=2, replicate=2).violations(world)
+    assert f"world size {world} is not a multiple of" in line
+    assert "2 × 2 × 2 = 8" in line and "start a multiple of 8 processes" in line
+
+
+@pytest.mark.parametrize("world", [8, 16, 24])
+def test_what_is_left_of_the_world_is_data_parallel(world: int):
+    assert Stack(ulysses=2, ring=2, replicate=2).violations(world) == []
