@@ -242,7 +242,7 @@ class Run:
                 batch.labels,
                 lambda t: head(self.decoder.norm(t)),
                 trainable,
-                tile=loss_tile(self.stack.tile, self.decoder.config.vocab_size),
+                tile=loss_tile(self.stack.tile, x.shape[0], self.decoder.config.vocab_size),
                 terms=terms,
                 scale=1.0 / count,
             )

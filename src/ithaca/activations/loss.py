@@ -39,9 +39,9 @@ class LossTerms:
         return found
 
 
-def loss_tile(tile: int | None, vocabulary: int) -> int | None:
+def loss_tile(tile: int | None, rows: int, vocabulary: int) -> int | None:
     """A logit row is 30 times a hidden row: with a large vocabulary, take shorter tiles so that one stays near 0.5 GB in fp32."""
-    return None if tile is None else min(tile, max(256, 2**27 // vocabulary))
+    return None if tile is None else min(tile, max(256, 2**27 // (rows * vocabulary)))
 
 
 def tiled_loss(

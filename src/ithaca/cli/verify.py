@@ -174,9 +174,10 @@ def _run(todo: list[Case], checks, device: str, options: argparse.Namespace):
             try:
                 items = workers.run(run_case, case, checks, world=case.world)[0]
             except WorkerError as error:
-                if error.kind == "ValueError" and not options.traceback:
-                    raise ValueError(_cause(error)) from None
-                raise
+                if options.traceback:
+                    raise
+                # a request that cannot be carried out needs no traceback; a crash does, but is not a missed check either
+                raise ValueError(_cause(error) if error.kind == "ValueError" else str(error)) from None
             results.append((case, items, time.perf_counter() - start))
             bad = [item for item in items if not item.ok]
             if bad and not options.json:
