@@ -149,6 +149,7 @@ def _after_backward(call: LayerCall, x, attended, dy, routing_grads, gradients: 
         found = differentiate(outputs, grads, [*inputs, *parameters])
         dx[:, tile], dattended[:, tile] = found[0], found[1]  # pyright: ignore[reportArgumentType]
         gradients.add(parameters, found[2:])
+        del found  # or these gradients would live on beside the next tile's
     return dx, dattended
 
 
@@ -226,6 +227,7 @@ class _TokenSource:
                 found = differentiate([value], [merged[:, :, tile].permute(1, 2, 0, 3)], inputs)
                 self._add_dh(tile, found[0])  # pyright: ignore[reportArgumentType]
                 totals = _add_each(totals, found[1:])
+                del found
             self.gradients.add_leaves(bound.leaves, totals)
 
     def _add_dh(self, tile: slice, grad: Tensor) -> None:

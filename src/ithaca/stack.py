@@ -77,7 +77,7 @@ class Stack:
                 f"replicate={self.replicate} splits the ranks that shard parameters, but shard_parameters=False makes "
                 "every rank a replica already; set replicate=1 or shard_parameters=True"
             )
-        if world is not None and not found:
+        if world is not None and min(self.ulysses, self.ring, self.replicate) >= 1:
             need = self.context_ranks * self.replicate
             if world % need:
                 found.append(

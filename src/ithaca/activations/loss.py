@@ -92,6 +92,7 @@ class _LossFunction(torch.autograd.Function):
                 found = differentiate([loss], [torch.ones_like(loss)], [leaf, *parameters])
                 dx[:, at] = found[0]  # pyright: ignore[reportArgumentType]
                 gradients.add(parameters, found[1:])
+                del found  # or the head's gradient of this tile would live on beside the next one's
         ctx.dx, ctx.grads = dx, [gradients.take(p) for p in parameters]
         return total
 

@@ -26,7 +26,7 @@ leaves after the last (``done``). The rank that needs most stages sets their num
 as many of them as they can, and every rank puts its larger stages first, because a stage lasts as long as its largest
 rank.
 
-Paper: Untied Ulysses (UPipe), for stages of heads. Not here: moving the data (``ulysses`` and ``upipe`` do).
+Paper: Untied Ulysses (UPipe), for stages of heads. Not here: moving the data (stages.py does).
 """
 
 from __future__ import annotations

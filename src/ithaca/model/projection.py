@@ -5,7 +5,7 @@ time. So this file says, for one attention module, how query heads {3, 7} or KV 
 the layer input, normed and rotated: bias, q/k norm and LoRA rows included. A technique never sees a weight.
 
 A stage takes its rows of each weight once (`bind`) and uses them for all tiles. The rows are leaves of autograd, so that a
-tile's backward yields gradients of the slice, not of the whole matrix; `Gradients.add` puts them in their place.
+tile's backward yields gradients of the slice, not of the whole matrix; `Gradients.add_leaves` puts them in their place.
 OLMo-2 norms all heads of a token together, so there the whole projection is computed for each stage and then cut.
 """
 
