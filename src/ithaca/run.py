@@ -294,6 +294,7 @@ class Run:
             tile=self.stack.tile,
             recompute=self.stack.recompute,
             store=self.store,
+            engine=self.stack.chosen_engine,
             count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
             valid=batch.valid,
         )

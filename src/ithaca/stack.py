@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 RECOMPUTE = ("none", "layer", "keep_attention")
+ENGINES = ("auto", "composed", "streamed")
 STORES = ("gpu", "host", "disk")
 ATTENTION = ("auto", "cudnn", "fa4", "flash", "cpu")
 
@@ -43,8 +44,17 @@ class Stack:
     shard_parameters: bool = True
     """FSDP2: parameters, gradients and optimizer states sharded over all ranks of a replica."""
 
+    engine: str = "auto"
+    """How a layer is computed: "streamed" holds pieces, "composed" whole tensors; "auto" = streamed where it can."""
+
     attention: str = "auto"
     """Attention kernel: "auto" or one of "cudnn", "fa4", "flash", "cpu"."""
+
+    @property
+    def chosen_engine(self) -> str:
+        if self.engine != "auto":
+            return self.engine
+        return "composed" if self.recompute == "none" else "streamed"
 
     @property
     def context_ranks(self) -> int:
@@ -63,7 +73,12 @@ class Stack:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{name}={value} must be at least 1, or None to switch it off")
-        for name, allowed in (("recompute", RECOMPUTE), ("store", STORES), ("attention", ATTENTION)):
+        for name, allowed in (
+            ("recompute", RECOMPUTE),
+            ("store", STORES),
+            ("engine", ENGINES),
+            ("attention", ATTENTION),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 found.append(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
@@ -71,6 +86,11 @@ class Stack:
             found.append(
                 f"store={self.store!r} has nothing to hold with recompute='none', where autograd keeps every activation "
                 "on the GPU; use recompute='keep_attention' or 'layer', or store='gpu'"
+            )
+        if self.engine == "streamed" and self.recompute == "none":
+            found.append(
+                "engine='streamed' computes tiles again in backward, so recompute='none' cannot be kept; use "
+                "recompute='keep_attention', or engine='composed'"
             )
         if not self.shard_parameters and self.replicate > 1:
             found.append(
@@ -89,7 +109,7 @@ class Stack:
     def _type_violations(self) -> Iterable[str]:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("recompute", "store", "attention"):
+            if field.name in ("recompute", "store", "engine", "attention"):
                 good, want = isinstance(value, str), "a string"
             elif field.name == "shard_parameters":
                 good, want = isinstance(value, bool), "True or False"

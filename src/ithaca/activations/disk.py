@@ -99,26 +99,29 @@ class DiskStore(Store):
         self._bytes_out += sum(layout.nbytes for layout in layouts)
         return _Entry(layouts, start, length, write)
 
-    def _bring(self, entry: _Entry, previous: _Entry | None) -> list[Tensor]:
+    def _bring(self, entry: _Entry, following: _Entry | None, *, spend: bool) -> list[Tensor]:
         self._settle(entry)  # its source is free before memory for its return is allocated
         if entry.arrival is None:
             entry.arrival = self._fetch(entry)
         else:
             self._prefetched += 1
-        if previous is not None and previous.arrival is None:
-            previous.arrival = self._fetch(previous)
+        if following is not None and following.arrival is None:
+            following.arrival = self._fetch(following)
         stream = self._stream()
-        read = entry.arrival.read
+        arrival = entry.arrival
+        read = arrival.read
         if not read.done.is_set():
             with self._waits.span(stream):
                 read.done.wait()
         self._raise_failure()
-        if stream is not None and stream != entry.arrival.stream:
-            for tensor in entry.arrival.tensors:  # made on one stream, used on another: the allocator has to know
+        if stream is not None and stream != arrival.stream:
+            for tensor in arrival.tensors:  # made on one stream, used on another: the allocator has to know
                 tensor.record_stream(stream)
-        self._extents.release(entry.start, entry.length)
+        if spend:
+            self._extents.release(entry.start, entry.length)
+        entry.arrival = None
         self._bytes_in += sum(layout.nbytes for layout in entry.layouts)
-        return entry.arrival.tensors
+        return arrival.tensors
 
     def _fetch(self, entry: _Entry) -> _Arrival:
         # Allocated on the compute stream: kernels queued there may still use the block. The threads wait for the mark,

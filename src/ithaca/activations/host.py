@@ -99,7 +99,7 @@ class HostStore(Store):
         self._bytes_out += sum(layout.nbytes for layout in layouts)
         return entry
 
-    def _bring(self, entry: _Entry, previous: _Entry | None) -> list[Tensor]:
+    def _bring(self, entry: _Entry, following: _Entry | None, *, spend: bool) -> list[Tensor]:
         self._settle(entry)  # before memory for it is allocated, so that its source, if still held, can be that memory
         while self._leaving and self._leaving[0].over.query():
             self._retire_oldest()
@@ -107,8 +107,8 @@ class HostStore(Store):
             entry.arrival = self._fetch(entry)
         else:
             self._prefetched += 1
-        if previous is not None and previous.arrival is None:
-            previous.arrival = self._fetch(previous)
+        if following is not None and following.arrival is None:
+            following.arrival = self._fetch(following)
         arrival = entry.arrival
         if arrival.over is not None:
             stream = torch.cuda.current_stream(self.device)
@@ -118,7 +118,9 @@ class HostStore(Store):
             if stream != arrival.stream:  # made on one stream, used on another: the allocator has to know
                 for tensor in arrival.tensors:
                     tensor.record_stream(stream)
-        self._give_back(entry)
+        if spend:
+            self._give_back(entry)
+        entry.arrival = None
         self._bytes_in += sum(layout.nbytes for layout in entry.layouts)
         return arrival.tensors
 

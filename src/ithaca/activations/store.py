@@ -150,9 +150,18 @@ class Store(ABC):
             del self._live[handle._key]
             handle._finalizer.detach()
             before = next((key for key in reversed(list(self._live)) if key < handle._key), None)
-            tensors = self._bring(entry, None if before is None else self._live.get(before))
+            tensors = self._bring(entry, None if before is None else self._live.get(before), spend=True)
             self._takes += 1
             return tensors
+
+    def read(self, handle: Handle, then: Handle | None = None) -> list[Tensor]:
+        """Like take, but the handle stays: for tensors that are needed several times, a piece at a time. Starts to fetch
+        `then`, the handle that will be read next."""
+        with self._lock:
+            self._enter()
+            entry = self._entry(handle)
+            following = None if then is None or then is handle else self._entry(then)
+            return self._bring(entry, following, spend=False)
 
     def settle(self, handle: Handle) -> None:
         """Make the current stream wait until `handle` has left the device: its tensors may be overwritten then."""
@@ -224,8 +233,8 @@ class Store(ABC):
         """Start the way out; returns the entry."""
 
     @abstractmethod
-    def _bring(self, entry: Any, previous: Any | None) -> list[Tensor]:
-        """Return the tensors of `entry`, and start to fetch those of `previous`."""
+    def _bring(self, entry: Any, following: Any | None, *, spend: bool) -> list[Tensor]:
+        """Return the tensors of `entry`, and start to fetch those of `following`. spend: `entry` is not needed again."""
 
     @abstractmethod
     def _settle(self, entry: Any) -> None: ...
@@ -298,7 +307,7 @@ class GpuStore(Store):
     def _keep(self, tensors: list[Tensor]) -> Source:
         return Source(tensors)
 
-    def _bring(self, entry: Source, previous: Source | None) -> list[Tensor]:
+    def _bring(self, entry: Source, following: Source | None, *, spend: bool) -> list[Tensor]:
         entry.check_unchanged()
         return entry.tensors
 

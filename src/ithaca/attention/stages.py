@@ -40,8 +40,16 @@ class Source(Protocol):
         """Fill into["q"], into["k"], into["v"], each [heads, B, s, D]."""
         ...
 
+    def attended(self, stage: int, heads: list[int], value: Tensor) -> None:
+        """Take the attention output of these heads, [heads, B, s, D]."""
+        ...
+
+    def fill(self, stage: int, heads: list[int], name: str, into: Tensor) -> None:
+        """Backward: fill [heads, B, s, D] with the attention output ("out") or its gradient ("dout")."""
+        ...
+
     def receive(self, stage: int, heads: dict[str, list[int]], grads: dict[str, Tensor]) -> None:
-        """Take the gradients of the same tensors, now summed over ranks."""
+        """Take the gradients of the projected heads, now summed over ranks."""
         ...
 
 
@@ -75,34 +83,33 @@ class StagedAttention:
     plans: list[Plan]  # one per ring step
     scale: float
 
-    def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[Tensor, list[Tensor], list]:
-        """out [B, s, H, D], the lse of each stage on this rank's heads, and q, k, v of each stage if `keep`."""
-        shape = self.shape
-        out = like.new_empty(shape.rows, shape.tokens, shape.heads, shape.head_dim)
-        exchange = Exchange(self.ulysses, shape, like, reuse=not keep)
+    def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[list[Tensor], list]:
+        """The lse of each stage on this rank's heads, and q, k, v of each stage if `keep`. Outputs go to the source."""
+        exchange = Exchange(self.ulysses, self.shape, like, reuse=not keep)
         held, lses, kept, leaving = Held(), [], [], None
-        for stage, arrived in self._pipeline(lambda t: self._bring(exchange, source, t)):
+        for t, (stage, arrived) in enumerate(self._pipeline(lambda t: self._bring(exchange, source, t))):
             q = self._settle(held, arrived)
             attended, lse = self._attend(stage, q, held)
-            self._write(out, leaving)
-            leaving = (stage, exchange.to_tokens("out", attended, [len(h) for h in stage.queries]))
+            self._hand_over(source, leaving)
+            leaving = (t, exchange.to_tokens("out", attended, [len(h) for h in stage.queries]))
             lses.append(lse)
             if keep:
                 kept.append((q, held.k, held.v))
-        self._write(out, leaving)
-        return out, lses, kept
+        self._hand_over(source, leaving)
+        return lses, kept
 
-    def backward(self, source: Source, dout: Tensor, out: Tensor, lses: list[Tensor], kept: list) -> None:
-        """dout, out [B, s, H, D]. Gradients of the projected heads go to `source.receive`."""
-        exchange = Exchange(self.ulysses, self.shape, out, reuse=True)
+    def backward(self, source: Source, like: Tensor, lses: list[Tensor], kept: list) -> None:
+        """Out and dout come from the source, and gradients of the projected heads go to it."""
+        exchange = Exchange(self.ulysses, self.shape, like, reuse=True)
         held, leaving = Held(), None
 
         def bring(t: int) -> dict[str, Arriving]:
-            heads = [h for per_rank in self.schedule[t].queries for h in per_rank]
+            heads = _flat(self.schedule[t].queries)
             counts = [len(h) for h in self.schedule[t].queries]
             coming = {} if kept else self._bring(exchange, source, t)
-            for name, value in (("dout", dout), ("out", out)):
-                send = _by_head(value, heads, exchange.buffer(f"{name} send", len(heads)))
+            for name in ("dout", "out"):
+                send = exchange.buffer(f"{name} send", len(heads))
+                source.fill(t, heads, name, send)
                 coming[name] = exchange.to_heads(name, send, counts)
             return coming
 
@@ -111,10 +118,11 @@ class StagedAttention:
                 q, held.k, held.v = kept[t]
             else:
                 q = self._settle(held, arrived)
-            grads = self._attend_backward(
-                stage, arrived["dout"].gathered(), q, held, arrived["out"].gathered(), lses[t]
-            )
+            dout, out = arrived["dout"].gathered(), arrived["out"].gathered()
+            grads = self._attend_backward(stage, dout, q, held, out, lses[t])
+            del q, dout, out
             homing = self._homing(exchange, stage, held, grads)
+            del grads
             self._deliver(source, leaving)
             leaving = (t, homing)
         self._deliver(source, leaving)
@@ -135,7 +143,7 @@ class StagedAttention:
         """Project the heads of stage t and send them to the ranks that attend them."""
         stage = self.schedule[t]
         per_rank = {"q": stage.queries, "k": stage.fresh, "v": stage.fresh}
-        heads = {name: [h for ranks in lists for h in ranks] for name, lists in per_rank.items()}
+        heads = {name: _flat(lists) for name, lists in per_rank.items()}
         heads = {name: each for name, each in heads.items() if each}
         into = {name: exchange.buffer(f"{name} send", len(each)) for name, each in heads.items()}
         source.project(t, heads, into)
@@ -223,15 +231,12 @@ class StagedAttention:
         heads = {name: each for name, (each, _) in homing.items()}
         source.receive(t, heads, {name: pending.wait()[0] for name, (_, pending) in homing.items()})
 
-    def _write(self, out: Tensor, leaving) -> None:
-        """Put the finished heads of a stage into the output."""
-        if leaving is None:
-            return
-        stage, pending = leaving
-        (attended,) = pending.wait()  # [heads of all ranks, B, s, D]
-        heads = [h for per_rank in stage.queries for h in per_rank]
-        for at, head in enumerate(heads):
-            out[:, :, head] = attended[at]
+    def _hand_over(self, source: Source, leaving) -> None:
+        """Give the finished heads of a stage to the source."""
+        if leaving is not None:
+            t, pending = leaving
+            (attended,) = pending.wait()
+            source.attended(t, _flat(self.schedule[t].queries), attended)
 
 
 class Arriving:
@@ -298,8 +303,5 @@ class Exchange:
         return all_to_all(received, send, counts, [mine] * ranks, self.ulysses)
 
 
-def _by_head(value: Tensor, heads: list[int], into: Tensor) -> Tensor:
-    """Heads of [B, s, H, D] -> [heads, B, s, D]."""
-    for at, head in enumerate(heads):
-        into[at] = value[:, :, head]
-    return into
+def _flat(per_rank: tuple[tuple[int, ...], ...]) -> list[int]:
+    return [head for heads in per_rank for head in heads]

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from ..stack import ATTENTION, RECOMPUTE, STORES, Stack, require
+from ..stack import ATTENTION, ENGINES, RECOMPUTE, STORES, Stack, require
 
 if TYPE_CHECKING:
     from ..verify.case import Case
@@ -57,7 +57,7 @@ def add_verify(verbs: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     group = parser.add_argument_group("stack", "the settings of ithaca.Stack")
-    choices = {"recompute": RECOMPUTE, "store": STORES, "attention": ATTENTION}
+    choices = {"recompute": RECOMPUTE, "store": STORES, "engine": ENGINES, "attention": ATTENTION}
     for field in fields(Stack):
         flag, default = "--" + field.name.replace("_", "-"), field.default
         if field.name == "shard_parameters":

@@ -22,6 +22,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "heads_per_stage": (None, 1, 2),
     "recompute": ("none", "layer", "keep_attention"),
     "store": ("gpu", "host", "disk"),
+    "engine": ("composed", "streamed"),
     "tile": (None, 61),
     "shard_parameters": (True, False),
     "packed": (False, True),
@@ -35,7 +36,8 @@ def allowed(row: Row, world: int) -> bool:
     """Whether a (partial) combination may run: fits the world and is not refused by Stack."""
     if row.get("ulysses", 1) * row.get("ring", 1) > world:
         return False
-    return not (row.get("recompute") == "none" and row.get("store") in ("host", "disk"))
+    kept_whole = row.get("store") in ("host", "disk") or row.get("engine") == "streamed"
+    return not (row.get("recompute") == "none" and kept_whole)
 
 
 def pairs_of(row: Row) -> set[Pair]:

@@ -1,0 +1,46 @@
+"""What a layer is called with, and the choice of engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..activations.store import Store
+from ..attention.stages import StagedAttention
+from ..model.adapter import Layer
+from ..model.rope import Rope
+
+
+@dataclass
+class LayerCall:
+    """What a layer needs besides its input: made by the run for each batch."""
+
+    layer: Layer
+    attention: StagedAttention
+    rope: Rope
+    positions: Tensor  # [B or 1, s]
+    tile: int | None
+    recompute: str
+    store: Store
+    engine: str = "composed"
+    count_routing: bool = False  # return the sums that the router's balance loss is made of
+    valid: Tensor | None = None  # [B, s], False on padding
+    learn: bool = True
+    stored: bool = False  # forward put something into the store
+
+    def trainable(self) -> list[Tensor]:
+        return [p for p in self.layer.module.parameters() if p.requires_grad]
+
+
+def run_layer(x: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
+    """y, or with count_routing (y, probability sums [E], assignment counts [E])."""
+    from .composed import ComposedLayer
+    from .streamed import StreamedLayer
+
+    parameters = call.trainable()
+    call.learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
+    engine = StreamedLayer if call.engine == "streamed" else ComposedLayer
+    result = engine.apply(x, call, *parameters)
+    return result if isinstance(result, tuple) else (result,)  # pyright: ignore[reportReturnType]
