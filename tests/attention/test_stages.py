@@ -20,6 +20,13 @@ class Noted:
     def __init__(self, log: list) -> None:
         self.log = log
         self.got: list = []
+        self.out: dict[int, torch.Tensor] = {}
+
+    def attended(self, stage, heads, value):
+        self.out[stage] = value.clone()
+
+    def fill(self, stage, heads, name, into):
+        into.copy_(self.out[stage] if name == "out" else torch.ones_like(into))
 
     def project(self, stage, heads, into):
         self.log.append(f"project {stage}")
@@ -81,6 +88,23 @@ def test_next_exchange_starts_before_this_attention(workers):
         assert log.index("project 2") > log.index("attend 0")  # one stage ahead, not all of them
 
 
+def late_on_two_ranks() -> list[str]:
+    log: list[str] = []
+    staged, _ = attention(2, 1, log)
+    limit, stages.OVERLAP_BYTES = stages.OVERLAP_BYTES, 0
+    try:
+        staged.forward(Noted(log), torch.zeros(1), keep=False)
+    finally:
+        stages.OVERLAP_BYTES = limit
+    return log
+
+
+def test_long_stages_run_one_after_the_other(workers):
+    """Where a second set of buffers would be what does not fit, nothing runs ahead."""
+    for log in workers.run(late_on_two_ranks, world=2):
+        assert log == [f"{what} {stage}" for stage in range(4) for what in ("project", "attend")]
+
+
 def test_one_rank_looks_not_ahead():
     log: list[str] = []
     staged, _ = attention(1, 2, log)
@@ -123,8 +147,8 @@ def test_gradients_come_home_to_every_head():
     log: list[str] = []
     staged, _ = attention(1, 1, log)
     source = Noted(log)
-    out, lses, _ = staged.forward(source, torch.zeros(1), keep=False)
-    staged.backward(source, torch.ones_like(out), out, lses, [])
+    lses, _ = staged.forward(source, torch.zeros(1), keep=False)
+    staged.backward(source, torch.zeros(1), lses, [])
     assert [heads.get("q") for heads, _ in source.got] == [[h] for h in range(8)]
     assert [heads.get("k") for heads, _ in source.got] == [None, [0], None, [1], None, [2], None, [3]]
     assert staged.kernel.calls.forward == 8 and staged.kernel.calls.backward == 8

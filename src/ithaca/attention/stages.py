@@ -7,6 +7,8 @@ so memory follows `heads_per_stage`, not H. KV heads travel once and stay for th
 One stage with all heads *is* plain Ulysses; one rank *is* head chunking without communication: there is no other code path.
 
 While stage t attends, the exchange of stage t+1 is under way (two sets of buffers), and so is the way back of stage t-1.
+Attention grows with S² and the exchange with S, so at length there is nothing left to hide while the second set is all that
+does not fit: from OVERLAP_BYTES a stage on, stages run one after the other and every buffer is freed as soon as it was read.
 
 Backward walks the same stages: q, k, v of the stage are projected again, out and dout are brought to the heads, the kernel
 returns dq, dk, dv, and these go home. KV gradients add in fp32 over the stages that share a head, and over the ranks that
@@ -31,6 +33,9 @@ from .head_schedule import Stage
 from .kernel import Kernel
 from .ring import ring_attend, ring_attend_backward
 from .segments import Plan
+
+
+OVERLAP_BYTES = 2**29  # of one tensor of a stage: 2M tokens of one head of 128 in bf16, where attention takes seconds
 
 
 class Source(Protocol):
@@ -85,9 +90,10 @@ class StagedAttention:
 
     def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[list[Tensor], list]:
         """The lse of each stage on this rank's heads, and q, k, v of each stage if `keep`. Outputs go to the source."""
-        exchange = Exchange(self.ulysses, self.shape, like, reuse=not keep)
+        ahead = self._overlaps(like)
+        exchange = Exchange(self.ulysses, self.shape, like, reuse=(ahead or self.ulysses.size == 1) and not keep)
         held, lses, kept, leaving = Held(), [], [], None
-        for t, (stage, arrived) in enumerate(self._pipeline(lambda t: self._bring(exchange, source, t))):
+        for t, (stage, arrived) in enumerate(self._pipeline(lambda t: self._bring(exchange, source, t), ahead)):
             q = self._settle(held, arrived)
             attended, lse = self._attend(stage, q, held)
             self._hand_over(source, leaving)
@@ -95,12 +101,16 @@ class StagedAttention:
             lses.append(lse)
             if keep:
                 kept.append((q, held.k, held.v))
+            del q, attended
+            if not ahead:
+                leaving = self._hand_over(source, leaving)
         self._hand_over(source, leaving)
         return lses, kept
 
     def backward(self, source: Source, like: Tensor, lses: list[Tensor], kept: list) -> None:
         """Out and dout come from the source, and gradients of the projected heads go to it."""
-        exchange = Exchange(self.ulysses, self.shape, like, reuse=True)
+        ahead = self._overlaps(like)
+        exchange = Exchange(self.ulysses, self.shape, like, reuse=ahead or self.ulysses.size == 1)
         held, leaving = Held(), None
 
         def bring(t: int) -> dict[str, Arriving]:
@@ -113,7 +123,7 @@ class StagedAttention:
                 coming[name] = exchange.to_heads(name, send, counts)
             return coming
 
-        for t, (stage, arrived) in enumerate(self._pipeline(bring)):
+        for t, (stage, arrived) in enumerate(self._pipeline(bring, ahead)):
             if kept:
                 q, held.k, held.v = kept[t]
             else:
@@ -125,11 +135,19 @@ class StagedAttention:
             del grads
             self._deliver(source, leaving)
             leaving = (t, homing)
+            if not ahead:
+                del homing
+                leaving = self._deliver(source, leaving)
         self._deliver(source, leaving)
 
-    def _pipeline(self, bring):
-        """(stage, what arrived for it), with the next stage already on its way while the caller works on this one."""
-        ahead = self.ulysses.size > 1  # without communication there is nothing to hide, only memory to spend
+    def _overlaps(self, like: Tensor) -> bool:
+        """Whether the next stage's exchange runs beside this stage's attention. The same answer on every rank."""
+        heads = max(len(_flat(stage.queries)) for stage in self.schedule)
+        size = heads * self.shape.rows * self.shape.tokens * self.shape.head_dim * like.element_size()
+        return self.ulysses.size > 1 and size <= OVERLAP_BYTES
+
+    def _pipeline(self, bring, ahead: bool):
+        """(stage, what arrived for it); if `ahead`, the next stage is on its way while the caller works on this one."""
         coming = bring(0)
         for t, stage in enumerate(self.schedule):
             arrived, more = coming, t + 1 < len(self.schedule)
@@ -137,6 +155,7 @@ class StagedAttention:
                 coming = bring(t + 1)
             yield stage, arrived
             if more and not ahead:
+                arrived = coming = None  # freed before the next stage asks for as much
                 coming = bring(t + 1)
 
     def _bring(self, exchange: Exchange, source: Source, t: int) -> dict[str, Arriving]:
@@ -230,6 +249,7 @@ class StagedAttention:
         t, homing = leaving
         heads = {name: each for name, (each, _) in homing.items()}
         source.receive(t, heads, {name: pending.wait()[0] for name, (_, pending) in homing.items()})
+        return None
 
     def _hand_over(self, source: Source, leaving) -> None:
         """Give the finished heads of a stage to the source."""
@@ -237,6 +257,7 @@ class StagedAttention:
             t, pending = leaving
             (attended,) = pending.wait()
             source.attended(t, _flat(self.schedule[t].queries), attended)
+        return None
 
 
 class Arriving:
@@ -248,6 +269,7 @@ class Arriving:
     def gathered(self) -> Tensor:
         """[P·h, B, s, D] as received -> [B, h, S, D], without a copy where the layouts agree."""
         (received,) = self.pending.wait()
+        self.pending = Pending(())  # the caller's tensor is the only one from here on
         split = received.unflatten(0, (self.ranks, received.shape[0] // self.ranks))
         ordered = split.permute(2, 1, 0, 3, 4)
         shape = (*ordered.shape[:2], ordered.shape[2] * ordered.shape[3], ordered.shape[4])
@@ -257,7 +279,8 @@ class Arriving:
             return ordered.reshape(shape)
         assert self.keep_in is not None
         self.keep_in.view(ordered.shape).copy_(ordered)
-        return self.keep_in.view(shape)
+        gathered, self.keep_in = self.keep_in.view(shape), None
+        return gathered
 
 
 class Exchange:
