@@ -31,11 +31,13 @@ STACKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=65536)
+    parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.length} tokens")
     print(f"{'model':8} {'kernel':6} {'stack':6} {'loss':>7} {'gradients':>9} {'worst gradient':>15}  where")
     missed = 0
-    for model, changes in MODELS.items():
+    for model in options.models.split(","):
+        changes = MODELS[model]
         for attention in ("cudnn", "flash"):
             if model == "gemma3" and attention == "cudnn":
                 continue  # has windows; cuDNN refuses them

@@ -4,7 +4,11 @@
 
 torch's fake process group stands for the peers: collectives take no time and bring no data, so numbers are this rank's
 compute, copies and memory, and losses mean nothing. Tokens/s per GPU are extrapolated to all layers of the model from the measured
-ones (embedding and loss measured as they are).
+ones (embedding and loss scaled with them: a lower bound).
+
+    --states          hold what a rank keeps of the whole model: fp32 masters and AdamW states of all layers
+    --limit 80        let the allocator have this many GB
+    --no-attention    memory runs at millions of tokens: kernels allocate what they would, and compute nothing
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ from dataclasses import fields
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ithaca
+from ithaca.attention.kernel import Calls
 
 SHAPES = {
     "llama3_8b": ("llama", 32, dict(
@@ -34,6 +40,34 @@ SHAPES = {
         vocab_size=151936,
     )),
 }  # fmt: skip
+
+
+class NoMath:
+    """Allocates like an attention kernel, the fp32 accumulator of dq included, and computes nothing."""
+
+    name, packed = "none", False
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+
+    def problem(self, device, dtype, head_dim, windowed):
+        return None
+
+    def forward(self, q, k, v, *, causal, scale, window):
+        return torch.zeros_like(q), torch.zeros(q.shape[:3], device=q.device)
+
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+        torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def resident_states(model: nn.Module, layers: int, depth: int, ranks: int) -> torch.Tensor:
+    """Stands for the fp32 masters and AdamW states of the whole model that the shortened one does not have itself."""
+    per_layer = sum(p.numel() for p in model.model.layers[0].parameters())  # pyright: ignore
+    measured = sum(p.numel() for p in model.parameters())
+    whole = measured + per_layer * (depth - layers)
+    nbytes = 12 * whole // ranks - sum(p.to_local().nbytes for p in model.parameters())  # pyright: ignore
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
 
 
 def size(text: str) -> int:
@@ -52,6 +86,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--states", action="store_true")
+    parser.add_argument("--limit", type=float, default=None, metavar="GB")
+    parser.add_argument("--no-attention", action="store_true")
     for field in fields(ithaca.Stack):
         kind = str if isinstance(field.default, str) else optional
         parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=None)
@@ -64,7 +101,13 @@ def main() -> None:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     run = ithaca.prepare(model, stack)
+    if options.no_attention:
+        run.kernels.chosen = {need: NoMath() for need in run.kernels.chosen}
     torch.cuda.empty_cache()
+    states = resident_states(model, options.layers, depth, options.ranks) if options.states else torch.empty(0)
+    if options.limit:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.limit * 1e9 / total)
     weights = torch.cuda.memory_allocated()
     ids = torch.randint(0, config.vocab_size, (1, options.tokens))
     batch = run.shard(ids)
@@ -90,6 +133,9 @@ def main() -> None:
             f"{options.tokens / options.ranks / whole:.0f} tok/s/GPU over {depth} layers; {run.report()['store']}",
             flush=True,
         )
+    math = "off" if options.no_attention else "on"
+    switches = f"states {states.nbytes / 1e9:.1f} GB, limit {options.limit} GB, attention math {math}"
+    print(switches)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, {stack}")
 
 

@@ -34,7 +34,6 @@ from .kernel import Kernel
 from .ring import ring_attend, ring_attend_backward
 from .segments import Plan
 
-
 OVERLAP_BYTES = 2**29  # of one tensor of a stage: 2M tokens of one head of 128 in bf16, where attention takes seconds
 
 

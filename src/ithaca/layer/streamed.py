@@ -28,7 +28,7 @@ from torch import Tensor
 from ..activations.store import Handle, Store
 from ..activations.tiling import tiles
 from .call import LayerCall
-from .tokens import TokenSource, WholeInputs, add_routing, after, after_backward, leaf
+from .tokens import TokenSource, WholeInputs, add_routing, after, after_backward
 
 TILES_PER_PIECE = 8  # a copy of a few hundred MB runs at the full rate of the link, and two of them are small change
 
@@ -164,7 +164,9 @@ def _after_forward(call: LayerCall, source: StreamedSource, x: Tensor, handles: 
     return y, add_routing(sums) if call.count_routing else None
 
 
-def _after_backward(call: LayerCall, source: StreamedSource, inputs: Pieces, dx: Tensor, routing: Tensor | None) -> None:
+def _after_backward(
+    call: LayerCall, source: StreamedSource, inputs: Pieces, dx: Tensor, routing: Tensor | None
+) -> None:
     """dy -> the gradient of the residual, in place; the gradient of the attention output goes to the store."""
     for at, (piece, x) in enumerate(inputs.each()):
         attended = source.gather(at)

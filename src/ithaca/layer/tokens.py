@@ -46,7 +46,14 @@ def after(call: LayerCall, tile: slice, inputs: list[Tensor]) -> tuple[Tensor, t
 
 
 def after_backward(
-    call: LayerCall, tile: slice, x: Tensor, attended: Tensor, dy: Tensor, routing: Tensor | None, gradients: Gradients, graph
+    call: LayerCall,
+    tile: slice,
+    x: Tensor,
+    attended: Tensor,
+    dy: Tensor,
+    routing: Tensor | None,
+    gradients: Gradients,
+    graph,
 ) -> tuple[Tensor, Tensor]:
     """dx (through the residual) and dattended of one tile; parameter gradients go to `gradients`."""
     parameters = call.layer.after_parameters()
