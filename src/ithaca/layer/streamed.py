@@ -181,4 +181,4 @@ def _after_backward(
 
 def _alias(x: Tensor) -> Tensor:
     """The same memory as another tensor: autograd must not see an in-place change of what it thinks is the input."""
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach())  # pyright: ignore[reportArgumentType]
