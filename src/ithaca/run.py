@@ -322,16 +322,19 @@ class Run:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
         if self.stack.store == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
             return
-        per_layer = x.numel() * x.element_size()
+        projector = self.decoder.layers[0].projector
+        attended = x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
+        need = x.numel() * x.element_size() * len(self.decoder.layers)
         if self.stack.recompute == "keep_attention":
-            projector = self.decoder.layers[0].projector
             most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
-            per_layer += x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
-            per_layer += x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
+            lse = x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
+            need += (attended + lse) * len(self.decoder.layers)
+        if self.stack.chosen_engine == "streamed":
+            need += attended  # in backward one layer's gradient of it passes through the store as well
         per_host = min(self.mesh.world.size, torch.cuda.device_count() if x.is_cuda else self.mesh.world.size)
         error = None
         try:
-            self.store.reserve(per_layer * len(self.decoder.layers) * per_host)
+            self.store.reserve(need * per_host)
         except (ValueError, OSError) as problem:
             error = str(problem)
         self.mesh.agree(error)

@@ -44,11 +44,11 @@ class Stack:
     shard_parameters: bool = True
     """FSDP2: parameters, gradients and optimizer states sharded over all ranks of a replica."""
 
-    engine: str = "auto"
-    """How a layer is computed: "streamed" holds pieces, "composed" whole tensors; "auto" = streamed where it can."""
-
     attention: str = "auto"
     """Attention kernel: "auto" or one of "cudnn", "fa4", "flash", "cpu"."""
+
+    engine: str = "auto"
+    """How a layer is computed: "streamed" holds pieces, "composed" whole tensors; "auto" = streamed where it can."""
 
     @property
     def chosen_engine(self) -> str:

@@ -32,6 +32,17 @@ def test_full_stack(workers, model):
     assert not any(item.where.startswith("not probed") for item in items)
 
 
+@pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
+@pytest.mark.parametrize("store", ["gpu", "host", "disk"])
+@pytest.mark.parametrize("tile", [None, 7])
+def test_streamed(workers, tile, store, recompute):
+    """Pieces, stages and exchanges together: with a tile of 7 a rank's tokens are several pieces."""
+    stack = Stack(ulysses=2, heads_per_stage=1, recompute=recompute, store=store, tile=tile, engine="streamed")
+    case = Case("gemma3", stack, world=2, length=331, rows=2)
+    items = workers.run(run_case, case, ("logits", "plain", "packed"), world=2)[0]
+    assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
+
+
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
 def test_rope_scaling(workers, kind):
     """The rotary types of transformers, at a length beyond the trained one."""

@@ -220,7 +220,7 @@ BACKENDS: dict[str, Callable[[], Kernel]] = {"fa4": Flash4, "cudnn": Cudnn, "fla
 
 def _tokens_first(t: Tensor, one_row: bool) -> Tensor:
     """[B, H, S, D] -> [B, S, H, D], or [S, H, D] for a packed row."""
-    return t[0].transpose(0, 1) if one_row else t.transpose(1, 2)
+    return (t[0].transpose(0, 1) if one_row else t.transpose(1, 2)).contiguous()
 
 
 def _heads_first(t: Tensor, one_row: bool) -> Tensor:

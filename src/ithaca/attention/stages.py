@@ -96,7 +96,8 @@ class StagedAttention:
             q = self._settle(held, arrived)
             attended, lse = self._attend(stage, q, held)
             self._hand_over(source, leaving)
-            leaving = (t, exchange.to_tokens("out", attended, [len(h) for h in stage.queries]))
+            # the source may keep what it gets, so outputs never lie in a buffer that the next stage writes
+            leaving = (t, exchange.to_tokens("out", attended, [len(h) for h in stage.queries], reuse=False))
             lses.append(lse)
             if keep:
                 kept.append((q, held.k, held.v))
@@ -292,17 +293,19 @@ class Exchange:
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.turn: dict[str, int] = {}
 
+    def _fresh(self, heads: int) -> Tensor:
+        return self.like.new_empty(heads, self.shape.rows, self.shape.tokens, self.shape.head_dim)
+
     def buffer(self, role: str, heads: int) -> Tensor:
         """[heads, B, s, D]; the same memory again after `sets` calls for a role."""
-        shape = (heads, self.shape.rows, self.shape.tokens, self.shape.head_dim)
         if not self.reuse or heads == 0:  # taking a turn for nothing could hand out memory that is still in use
-            return self.like.new_empty(shape)
+            return self._fresh(heads)
         turn = self.turn[role] = (self.turn.get(role, -1) + 1) % self.sets
         size = heads * self.shape.rows * self.shape.tokens * self.shape.head_dim
         held = self.buffers.get((role, turn))
         if held is None or held.numel() < size:
             held = self.buffers[role, turn] = self.like.new_empty(size)
-        return held[:size].view(shape)
+        return held[:size].view(heads, self.shape.rows, self.shape.tokens, self.shape.head_dim)
 
     def to_heads(self, role: str, send: Tensor, counts: list[int]) -> Arriving:
         """send [heads of all ranks, B, s, D], `counts` heads per rank -> this rank's heads of all tokens."""
@@ -314,14 +317,14 @@ class Exchange:
         received = self.buffer(f"{role} received", ranks * mine)
         return Arriving(all_to_all(received, send, [mine] * ranks, counts, self.ulysses), ranks, keep_in)
 
-    def to_tokens(self, role: str, value: Tensor, counts: list[int]) -> Pending:
+    def to_tokens(self, role: str, value: Tensor, counts: list[int], reuse: bool = True) -> Pending:
         """value [B, h, S, D] on this rank's heads -> [heads of all ranks, B, s, D] of this rank's tokens."""
         ranks, mine = self.ulysses.size, counts[self.ulysses.rank]
         split = value.unflatten(2, (ranks, self.shape.tokens)).permute(2, 1, 0, 3, 4)
         send = split.reshape(ranks * mine, self.shape.rows, self.shape.tokens, self.shape.head_dim).contiguous()
         if ranks == 1:
             return Pending((send,))
-        received = self.buffer(f"{role} home", sum(counts))
+        received = self.buffer(f"{role} home", sum(counts)) if reuse else self._fresh(sum(counts))
         return all_to_all(received, send, counts, [mine] * ranks, self.ulysses)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..activations.store import Handle, Store
+from ..activations.store import GpuStore, Handle, Store
 from ..activations.tiling import tiles
 from .call import LayerCall
 from .tokens import TokenSource, WholeInputs, add_routing, after, after_backward
@@ -63,17 +63,18 @@ class StreamedSource(TokenSource):
     def __init__(self, call: LayerCall, inputs, pieces: list[slice]) -> None:
         super().__init__(call, inputs)
         self.pieces = pieces
+        # an evaluation keeps nothing: its attention output waits on the device for the end of the layer
+        self.store = call.store if call.learn else GpuStore(call.store.device)
         self.stored: dict[str, list[Pieces]] = {"out": [], "dout": []}
 
     def attended(self, stage: int, heads: list[int], value: Tensor) -> None:
-        store = self.call.store
-        handles = [store.put([value[:, :, piece]]) for piece in self.pieces]
-        self.stored["out"].append(Pieces(store, handles, self.pieces))
+        handles = [self.store.put([value[:, :, piece]]) for piece in self.pieces]
+        self.stored["out"].append(Pieces(self.store, handles, self.pieces))
 
     def fill(self, stage: int, heads: list[int], name: str, into: Tensor) -> None:
         for piece, value in self.stored[name][stage].each():
             into[:, :, piece] = value
-        self.stored[name][stage] = Pieces(self.call.store, [], [])  # read for the last time
+        self.stored[name][stage] = Pieces(self.store, [], [])  # read for the last time
 
     def heads(self) -> list[list[int]]:
         return [[h for ranks in stage.queries for h in ranks] for stage in self.call.attention.schedule]
@@ -83,7 +84,7 @@ class StreamedSource(TokenSource):
         shape = self.call.attention.shape
         out = None
         for heads, pieces in zip(self.heads(), self.stored["out"], strict=True):
-            (value,) = self.call.store.read(pieces.handles[at])
+            (value,) = self.store.read(pieces.handles[at])
             if out is None:
                 out = value.new_empty(shape.rows, value.shape[2], shape.heads, shape.head_dim)
             for slot, head in enumerate(heads):
@@ -97,8 +98,8 @@ class StreamedSource(TokenSource):
         for stage, heads in enumerate(self.heads()):
             part = torch.stack([by_head[:, :, head] for head in heads])
             if at == 0:
-                self.stored["dout"].append(Pieces(self.call.store, [], self.pieces))
-            self.stored["dout"][stage].handles.append(self.call.store.put([part]))
+                self.stored["dout"].append(Pieces(self.store, [], self.pieces))
+            self.stored["dout"][stage].handles.append(self.store.put([part]))
 
     def add_dh(self, tile: slice, grad: Tensor) -> None:
         if self.dh is None:
