@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING, Any
 from .stack import Stack
 
 if TYPE_CHECKING:
-    from .run import Batch, Run, prepare
+    from .batch import Batch
+    from .parallelize import prepare
+    from .run import Run
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "Run", "Stack", "prepare"]
 
 
+_WHERE = {"Batch": "batch", "Run": "run", "prepare": "parallelize"}
+
+
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import; `ithaca --help` and a planner should not pay for it
-    if name in ("Batch", "Run", "prepare"):
-        from . import run
+    if name in _WHERE:
+        from importlib import import_module
 
-        return getattr(run, name)
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module 'ithaca' has no attribute {name!r}")

@@ -13,7 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import ithaca.batch
+import ithaca.parallelize
 import ithaca.run
+from ithaca.batch import Batch
 from ithaca.run import Run
 from ithaca.stack import Stack
 from ithaca.verify.case import Case, run_case
@@ -25,7 +28,7 @@ CHECKS = ("logits", "plain", "packed", "leak", "window")
 @contextmanager
 def wrong_gqa_pairing() -> Iterator[None]:
     """Query heads meet the KV head after their own, as a contiguous split of a pretrained wq would do."""
-    plain = ithaca.run.head_schedule
+    plain = ithaca.parallelize.head_schedule
 
     def rotated(heads: int, kv_heads: int, ranks: int, heads_per_stage: int | None):
         turn = lambda lists: tuple(tuple((head + 1) % kv_heads for head in each) for each in lists)  # noqa: E731
@@ -33,7 +36,7 @@ def wrong_gqa_pairing() -> Iterator[None]:
             replace(stage, fresh=turn(stage.fresh)) for stage in plain(heads, kv_heads, ranks, heads_per_stage)
         )
 
-    with patch.object(ithaca.run, "head_schedule", rotated):
+    with patch.object(ithaca.parallelize, "head_schedule", rotated):
         yield
 
 
@@ -52,12 +55,12 @@ def gradients_times_ranks() -> Iterator[None]:
 @contextmanager
 def mask_without(documents: bool, window: bool) -> Iterator[None]:
     """A causal flag that silently replaces what else the mask should say."""
-    plain = ithaca.run.plan_segments
+    plain = ithaca.batch.plan_segments
 
     def causal(q_chunks, k_chunks, bounds, reach, device):
         return plain(q_chunks, k_chunks, None if documents else bounds, None if window else reach, device)
 
-    with patch.object(ithaca.run, "plan_segments", causal):
+    with patch.object(ithaca.batch, "plan_segments", causal):
         yield
 
 
@@ -72,7 +75,7 @@ def labels_shifted_after_sharding() -> Iterator[None]:
         late[:, :-1] = batch.labels[:, 1:]
         return replace(batch, labels=late)
 
-    with patch.object(ithaca.run, "shift_labels", lambda labels, *_: labels), patch.object(Run, "shard", shard):
+    with patch.object(ithaca.batch, "shift_labels", lambda labels, *_: labels), patch.object(Run, "shard", shard):
         yield
 
 
@@ -103,13 +106,13 @@ def mean_of_the_means_of_ranks() -> Iterator[None]:
 
 @contextmanager
 def one_step_of_the_ring_missing() -> Iterator[None]:
-    plain = Run._plans
+    plain = Batch.plans_for
 
-    def first_only(self, batch, window):
-        plans = plain(self, batch, window)
+    def first_only(self, window, mesh):
+        plans = plain(self, window, mesh)
         return [plans[0], *(replace(plan, segments=[]) for plan in plans[1:])]
 
-    with patch.object(Run, "_plans", first_only):
+    with patch.object(Batch, "plans_for", first_only):
         yield
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..run import Batch, prepare
+from ..batch import Batch
+from ..parallelize import prepare
 from ..stack import Stack
 from .presets import add_lora, build, folder_config, preset_config
 from .reference import Item, Measured, Reference, cast_parameters

@@ -1,0 +1,133 @@
+"""`prepare`: apply a stack to a model, in place. The one place that states the order of techniques (`_parallelize`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from .activations.store import StoreKind, open_store
+from .attention.head_schedule import head_schedule
+from .attention.kernel import Kernels, Need
+from .fsdp import apply_fsdp
+from .mesh import Mesh, build_mesh
+from .model.adapter import Decoder, read_model
+from .request import route
+from .run import Run
+from .stack import Stack
+
+
+def prepare(
+    model: nn.Module,
+    stack: Stack | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    scratch: str | Path | None = None,
+    weights: str | Path | None = None,
+) -> Run:
+    """Apply a stack to a Hugging Face decoder, in place.
+
+    model: any supported model, plain or with PEFT LoRA adapters, on CPU, GPU or the meta device.
+    device: where to train; default is this process's current GPU if there is one, else the CPU.
+    dtype: compute dtype; default bf16 on CUDA with fp32 master weights, and the model's own dtype elsewhere.
+    scratch: folder for store="disk"; default is the system's temporary folder.
+    weights: folder with safetensors, for a model on the meta device: every rank reads its own shards only.
+    """
+    stack = stack or Stack()
+    decoder = read_model(model)
+    _check_weights(model, weights)
+    device = _device(model, device)
+    mesh = build_mesh(stack, device)
+    compute = dtype or _compute_dtype(decoder, stack, device)
+    _check_dtype(model, mesh, compute)
+    error, store = None, None
+    try:
+        store = open_store(
+            cast(StoreKind, stack.store), device=device, scratch=None if scratch is None else Path(scratch)
+        )
+    except (ValueError, OSError) as problem:
+        error = str(problem)
+    mesh.agree(error)  # one rank without a writable disk must not leave the others waiting
+    assert store is not None
+    kernels = Kernels(stack.attention)
+    for layer in decoder.layers:
+        kernels.resolve(Need(device, compute, layer.projector.head_dim, layer.window is not None))
+    first = decoder.layers[0].projector
+    schedule = head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
+    run = Run(model, stack, mesh, decoder, store, kernels, schedule, compute)
+    _parallelize(run, weights)
+    return run
+
+
+def _parallelize(run: Run, weights: str | Path | None) -> None:
+    """The order of techniques, with the reason beside each line."""
+    decoder = run.decoder
+    apply_fsdp(decoder, run.mesh, compute=run.dtype)  # first: a meta model is filled shard by shard
+    materialize(run, weights)
+    for module in [decoder.model, decoder.head, *(layer.module for layer in decoder.layers)]:
+        route(module)  # last: context parallelism, stages, tiles and store live in the routed layers
+
+
+def materialize(run: Run, weights: str | Path | None) -> None:
+    from .model.weights import fill_from_folder, is_meta
+
+    if is_meta(run.model):
+        assert weights is not None
+        fill_from_folder(run.decoder, Path(weights), run.mesh)
+    elif run.mesh.parameters is None:
+        run.model.to(run.mesh.device)
+
+
+def _check_weights(model: nn.Module, weights: str | Path | None) -> None:
+    """Before anything is sharded: do the model and `weights` belong together?"""
+    from .model.weights import is_meta
+
+    if not is_meta(model):
+        if weights is not None:
+            raise ValueError("weights= is for a model on the meta device; this one has its weights already: drop it")
+        return
+    if weights is None:
+        raise ValueError(
+            "the model is on the meta device, so it has no weights yet; pass weights=FOLDER with its safetensors, or "
+            "build it on a real device"
+        )
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "a model with PEFT adapters cannot be filled from weights=, which holds the base model only; build base and "
+            "adapters on a real device and drop weights="
+        )
+
+
+def _check_dtype(model: nn.Module, mesh: Mesh, compute: torch.dtype) -> None:
+    """FSDP2 casts parameters while computing; without it they are used as they are."""
+    if compute not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(
+            f"dtype={compute} is not supported: gradients divided by a million tokens are below float16's smallest number; "
+            "use torch.bfloat16 or torch.float32"
+        )
+    other = {p.dtype for p in model.parameters()} - {compute}
+    if mesh.parameters is None and other:
+        raise ValueError(
+            f"dtype={compute} was asked for, but the model has parameters of {', '.join(map(str, other))}, which "
+            f"shard_parameters=False leaves as they are; use shard_parameters=True, or call model.to({compute}) first"
+        )
+
+
+def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    if wanted is not None:
+        device = torch.device(wanted)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r} was asked for, but torch sees no GPU; use device='cpu'")
+        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+    device = next(model.parameters()).device
+    if device.type in ("meta", "cpu") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _compute_dtype(decoder: Decoder, stack: Stack, device: torch.device) -> torch.dtype:
+    own = next(decoder.model.parameters()).dtype
+    return torch.bfloat16 if device.type == "cuda" and stack.shard_parameters else own
