@@ -29,8 +29,6 @@ Not supported: functions that cannot be imported by name (lambdas, closures), se
 from __future__ import annotations
 
 import atexit
-import faulthandler
-import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util  # before our own atexit hook: its hook joins children, ours must have ended them by then
@@ -40,24 +38,20 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .worker import LOOPBACK, NEVER, Answer, Failure, call, join, settle, work
+
 _START_SECONDS = 120.0  # for the fork server's imports, on a cold disk
 _GRACE_SECONDS = 5.0  # for the peers of a rank that raised
-_NEVER = timedelta(days=365)  # the parent keeps the time
-_LOOPBACK = "127.0.0.1"
 # What nearly every run imports. The light submodules of transformers that model files are built from, no model file.
 _PRELOAD = (
     "ithaca.workers",
@@ -137,7 +131,7 @@ class Workers:
             self._start(world)
             if self._world != world:
                 self._form_group(world, seconds)
-            self._send(range(world), _call, sys.path, task)
+            self._send(range(world), call, sys.path, task)
             return self._collect(range(world), seconds)
         except WorkerError:
             raise  # _collect has judged whether the pool can go on
@@ -165,7 +159,7 @@ class Workers:
         try:
             for rank in missing:
                 self._workers.append(_Worker.start(rank))
-            self._send(missing, _settle, self.device, self.threads, self._store.port, dict(os.environ))
+            self._send(missing, settle, self.device, self.threads, self._store.port, dict(os.environ))
             self._collect(missing, _START_SECONDS, "while starting")
         except WorkerError:
             self._stop()  # half a start is none
@@ -175,7 +169,7 @@ class Workers:
         everyone = range(len(self._workers))  # ranks beyond the world leave the group they were in
         self._world = 0
         self._generation += 1
-        self._send(everyone, _join, self._generation, world)
+        self._send(everyone, join, self._generation, world)
         self._collect(everyone, seconds, "while forming the process group")
         self._world = world
 
@@ -195,7 +189,7 @@ class Workers:
 
     def _collect(self, ranks: Sequence[int], seconds: float, phase: str = "") -> list[Any]:
         """One answer from each rank, or a WorkerError after which the pool is fit for the next run."""
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Answer] = {}
         died: dict[int, str] = {}
         silent = list(ranks)
         limit = time.monotonic() + seconds
@@ -227,28 +221,9 @@ class Workers:
         raise _error(len(ranks), failures, died, stacks, seconds, phase)
 
 
-@dataclass
-class _Failure:
-    kind: str
-    message: str
-    traceback: str
-    moment: float
-
-    @property
-    def headline(self) -> str:
-        return f"raised {self.kind}: {self.message}" if self.message else f"raised {self.kind}"
-
-
-@dataclass
-class _Answer:
-    value: Any = None
-    failure: _Failure | None = None
-    group_intact: bool = True
-
-
 def _error(
     world: int,
-    failures: dict[int, _Failure],
+    failures: dict[int, Failure],
     died: dict[int, str],
     stacks: dict[int, str],
     seconds: float,
@@ -300,7 +275,7 @@ class _Worker:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         stacks, stacks_writer = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(rank, theirs, stacks_writer), name=f"ithaca rank {rank}")
+        process = context.Process(target=work, args=(rank, theirs, stacks_writer), name=f"ithaca rank {rank}")
         try:
             process.start()
         except (OSError, EOFError) as error:
@@ -320,7 +295,7 @@ class _Worker:
         """Alive, with nothing to say. The pipe of a dead worker is at its end before its exit code is known."""
         return self.process.is_alive() and not self.pipe.poll()
 
-    def receive(self) -> _Answer:
+    def receive(self) -> Answer:
         if not self.pipe.poll(1.0):
             raise EOFError  # without the fork server a worker counts as dead, though its pipe is open
         return pickle.loads(self.pipe.recv_bytes())
@@ -369,10 +344,10 @@ def _stacks(workers: dict[int, _Worker]) -> dict[int, str]:
 
 def _host_store() -> dist.TCPStore:
     """The store of all groups of a pool. It listens on loopback only; by itself TCPStore would listen everywhere."""
-    listener = socket.create_server((_LOOPBACK, 0))
+    listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=_NEVER
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=NEVER
     )
 
 
@@ -393,120 +368,3 @@ def _ensure_fork_server(preload: list[str]) -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-# What follows runs in the workers.
-
-
-@dataclass
-class _Home:
-    """What a worker keeps between commands."""
-
-    rank: int
-    device: str = "cpu"
-    store: dist.Store | None = None
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def group_intact(self) -> bool:
-        return (dist.group.WORLD if dist.is_initialized() else None) is self.group
-
-    @property
-    def extra_groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in dist.distributed_c10d._world.pg_map if group is not self.group]
-
-
-def _work(rank: int, pipe: Connection, stacks: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
-    inbox: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
-    home = _Home(rank)
-    while True:
-        try:
-            command, args = pickle.loads(inbox.get())
-            answer = pickle.dumps(_Answer(command(home, *args), None, home.group_intact))
-        except BaseException as error:  # SystemExit too: only the parent ends a worker
-            answer = pickle.dumps(_Answer(failure=_failure(error)))
-        pipe.send_bytes(answer)
-        del answer
-        if home.extra_groups:
-            _forget_meshes()
-        gc.collect()  # a model is full of cycles; the next run should not find the memory of the last one
-
-
-def _listen(pipe: Connection, inbox: SimpleQueue[bytes]) -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            inbox.put(pipe.recv_bytes())
-    os._exit(0)  # the parent is gone or wants us gone
-
-
-def _failure(error: BaseException) -> _Failure:
-    trace = error.__traceback__
-    while trace and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
-    return _Failure(type(error).__name__, str(error), "".join(lines).rstrip(), time.monotonic())
-
-
-def _settle(home: _Home, device: str, threads: int, port: int, environment: dict[str, str]) -> None:
-    os.environ.clear()  # the fork server has the environment of the day it was started
-    os.environ.update(environment)
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(threads)
-    if device == "cuda":
-        torch.cuda.set_device(home.rank)
-    home.device = device
-    home.store = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_NEVER)
-    gc.freeze()  # what was preloaded is never garbage: collections after a run look at the rest only
-
-
-def _join(home: _Home, generation: int, world: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _forget_meshes()
-    home.group = None
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    if home.rank >= world:
-        return
-    assert home.store is not None
-    os.environ.update(RANK=str(home.rank), LOCAL_RANK=str(home.rank))
-    os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if home.device == "cuda" else "gloo",
-        store=dist.PrefixStore(f"generation{generation}", home.store),
-        rank=home.rank,
-        world_size=world,
-        timeout=_NEVER,
-    )
-    home.group = dist.group.WORLD
-
-
-def _call(home: _Home, path: list[str], task: bytes) -> Any:
-    _drop_extra_groups(home)  # now, not at the end of the last run: there a peer might still have been busy
-    sys.path[:] = path  # a test runner adds folders as it goes
-    torch.manual_seed(0)
-    fn, args, kwargs = pickle.loads(task)
-    return fn(*args, **kwargs)
-
-
-def _drop_extra_groups(home: _Home) -> None:
-    for group in home.extra_groups:
-        dist.destroy_process_group(group)
-
-
-def _forget_meshes() -> None:
-    """Empty DTensor's caches. They take an equal mesh for the same mesh, whose groups may be gone by now."""
-    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
-
-    debug._clear_sharding_prop_cache()
-    # These know meshes by size only: a stale one does no harm there, but keeps the threads and sockets of its groups.
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
