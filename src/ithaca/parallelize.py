@@ -38,6 +38,7 @@ def prepare(
     """
     stack = stack or Stack()
     decoder = read_model(model)
+    _check_layers(stack, decoder)
     _check_weights(model, weights)
     device = _device(model, device)
     mesh = build_mesh(stack, device)
@@ -79,6 +80,14 @@ def materialize(run: Run, weights: str | Path | None) -> None:
         fill_from_folder(run.decoder, Path(weights), run.mesh)
     elif run.mesh.parameters is None:
         run.model.to(run.mesh.device)
+
+
+def _check_layers(stack: Stack, decoder: Decoder) -> None:
+    if isinstance(stack.recompute, tuple) and len(stack.recompute) != len(decoder.layers):
+        raise ValueError(
+            f"recompute names {len(stack.recompute)} layers, but the model has {len(decoder.layers)}; give one for each, or "
+            "one string for all"
+        )
 
 
 def _check_weights(model: nn.Module, weights: str | Path | None) -> None:

@@ -192,9 +192,9 @@ class Run:
             rope=rope,
             positions=batch.positions,
             tile=self.stack.tile,
-            recompute=self.stack.recompute,
+            recompute=self.stack.recompute_of(layer.index),
             store=self.store,
-            engine=self.stack.chosen_engine,
+            engine=self.stack.engine_of(layer.index),
             count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
             valid=batch.valid,
         )
@@ -205,12 +205,12 @@ class Run:
             return
         projector = self.decoder.layers[0].projector
         attended = x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
-        need = x.numel() * x.element_size() * len(self.decoder.layers)
-        if self.stack.recompute == "keep_attention":
-            most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
-            lse = x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
-            need += (attended + lse) * len(self.decoder.layers)
-        if self.stack.chosen_engine == "streamed":
+        most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
+        lse = x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
+        layers = range(len(self.decoder.layers))
+        keeping = sum(self.stack.recompute_of(layer) == "keep_attention" for layer in layers)
+        need = x.numel() * x.element_size() * len(layers) + (attended + lse) * keeping
+        if any(self.stack.engine_of(layer) == "streamed" for layer in layers):
             need += attended  # in backward one layer's gradient of it passes through the store as well
         per_host = min(self.mesh.world.size, torch.cuda.device_count() if x.is_cuda else self.mesh.world.size)
         error = None

@@ -32,8 +32,9 @@ class Stack:
     heads_per_stage: int | None = None
     """Untied Ulysses: query heads per rank and stage. None = all at once; 1 = least memory."""
 
-    recompute: str = "keep_attention"
-    """What backward computes again: "none"; "layer" = everything; "keep_attention" = all but the attention forward."""
+    recompute: str | tuple[str, ...] = "keep_attention"
+    """What backward computes again: "none"; "layer" = everything; "keep_attention" = all but the attention forward. A tuple
+    names one for each layer, so that just as many layers keep attention as host, disk and link can bear."""
 
     store: str = "gpu"
     """Where kept activations wait for backward: "gpu", "host" (pinned memory) or "disk"."""
@@ -50,11 +51,17 @@ class Stack:
     engine: str = "auto"
     """How a layer is computed: "streamed" holds pieces, "composed" whole tensors; "auto" = streamed where it can."""
 
-    @property
-    def chosen_engine(self) -> str:
+    def recompute_of(self, layer: int) -> str:
+        return self.recompute if isinstance(self.recompute, str) else self.recompute[layer]
+
+    def engine_of(self, layer: int) -> str:
         if self.engine != "auto":
             return self.engine
-        return "composed" if self.recompute == "none" else "streamed"
+        return "composed" if self.recompute_of(layer) == "none" else "streamed"
+
+    @property
+    def _recomputes(self) -> tuple[str, ...]:
+        return (self.recompute,) if isinstance(self.recompute, str) else self.recompute
 
     @property
     def context_ranks(self) -> int:
@@ -73,8 +80,10 @@ class Stack:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{name}={value} must be at least 1, or None to switch it off")
+        for value in dict.fromkeys(self._recomputes):
+            if value not in RECOMPUTE:
+                found.append(f"recompute={value!r} is unknown; choose one of {', '.join(map(repr, RECOMPUTE))}")
         for name, allowed in (
-            ("recompute", RECOMPUTE),
             ("store", STORES),
             ("engine", ENGINES),
             ("attention", ATTENTION),
@@ -82,12 +91,12 @@ class Stack:
             value = getattr(self, name)
             if value not in allowed:
                 found.append(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
-        if self.recompute == "none" and self.store in ("host", "disk"):
+        if "none" in self._recomputes and self.store in ("host", "disk"):
             found.append(
                 f"store={self.store!r} has nothing to hold with recompute='none', where autograd keeps every activation "
                 "on the GPU; use recompute='keep_attention' or 'layer', or store='gpu'"
             )
-        if self.engine == "streamed" and self.recompute == "none":
+        if self.engine == "streamed" and "none" in self._recomputes:
             found.append(
                 "engine='streamed' computes tiles again in backward, so recompute='none' cannot be kept; use "
                 "recompute='keep_attention', or engine='composed'"
@@ -109,7 +118,9 @@ class Stack:
     def _type_violations(self) -> Iterable[str]:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("recompute", "store", "engine", "attention"):
+            if field.name == "recompute" and isinstance(value, tuple):
+                good, want = bool(value) and all(isinstance(each, str) for each in value), "one string per layer"
+            elif field.name in ("recompute", "store", "engine", "attention"):
                 good, want = isinstance(value, str), "a string"
             elif field.name == "shard_parameters":
                 good, want = isinstance(value, bool), "True or False"

@@ -43,6 +43,13 @@ def test_streamed(workers, tile, store, recompute):
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 
 
+@pytest.mark.parametrize("recompute", [("layer", "keep_attention"), ("keep_attention", "none"), ("none", "layer")])
+def test_layers_recompute_differently(workers, recompute):
+    stack = Stack(ulysses=2, heads_per_stage=2, recompute=recompute, tile=50)
+    items = workers.run(run_case, Case("gemma3", stack, world=2, length=331), ("plain", "packed"), world=2)[0]
+    assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
+
+
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
 def test_rope_scaling(workers, kind):
     """The rotary types of transformers, at a length beyond the trained one."""

@@ -23,7 +23,7 @@ LAYERS = 2
 
 def handles(run: Run) -> int:
     """How many handles the layers of one forward hold: the streamed layer keeps input, attention and lse apart."""
-    apart = run.stack.chosen_engine == "streamed" and run.stack.recompute == "keep_attention"
+    apart = run.stack.engine_of(0) == "streamed" and run.stack.recompute_of(0) == "keep_attention"
     return LAYERS * (3 if apart else 1)
 
 
@@ -58,6 +58,13 @@ def test_backward_runs_the_attention_forward_as_often_as_asked(recompute, again,
     assert once >= LAYERS * (8 if heads_per_stage else 1)
     assert forward == (2 * once, 0)
     assert backward == ((2 + again) * once, once)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_layer_recomputes_as_it_was_told(engine: str):
+    stack = dict(recompute=("layer", "keep_attention"), shard_parameters=False, engine=engine)
+    (once, _), _, (forward, backward) = attention_calls(stack, None)
+    assert forward == 2 * once + once // LAYERS and backward == once
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("keep_attention", 0), ("layer", 1)])

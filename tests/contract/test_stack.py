@@ -17,6 +17,10 @@ WRONG_VALUES = [
     (Stack(recompute="attention"), ["recompute='attention'", *map(repr, RECOMPUTE)]),
     (Stack(store="nvme"), ["store='nvme'", *map(repr, STORES)]),
     (Stack(attention="triton"), ["attention='triton'", *map(repr, ATTENTION)]),
+    (Stack(recompute=("layer", "some")), ["recompute='some'", *map(repr, RECOMPUTE)]),
+    (Stack(recompute=("layer", "none"), store="host"), ["store='host'", "recompute='none'", "keep_attention"]),
+    (Stack(recompute="none", engine="streamed"), ["engine='streamed'", "recompute='none'", "engine='composed'"]),
+    (Stack(engine="fast"), ["engine='fast'", "'composed'", "'streamed'"]),
     (Stack(recompute="none", store="host"), ["store='host'", "recompute='none'", "keep_attention", "store='gpu'"]),
     (Stack(recompute="none", store="disk"), ["store='disk'", "recompute='none'", "keep_attention", "store='gpu'"]),
     (
@@ -95,3 +99,12 @@ def test_a_world_that_does_not_fit_is_named_with_both_numbers(world: int):
 @pytest.mark.parametrize("world", [8, 16, 24])
 def test_what_is_left_of_the_world_is_data_parallel(world: int):
     assert Stack(ulysses=2, ring=2, replicate=2).violations(world) == []
+
+
+def test_one_recompute_for_each_layer_of_the_model():
+    import ithaca
+
+    from .tiny import tiny
+
+    with pytest.raises(ValueError, match="recompute names 3 layers, but the model has 2"):
+        ithaca.prepare(tiny(), Stack(recompute=("layer", "layer", "layer"), shard_parameters=False))
