@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from .activations.store import StoreKind, open_store
+from .attention.choice import Kernels, Need
 from .attention.head_schedule import head_schedule
-from .attention.kernel import Kernels, Need
 from .fsdp import apply_fsdp
 from .mesh import Mesh, build_mesh
 from .model.adapter import Decoder, read_model

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from .activations.loss import LossTerms, cap, loss_tile, tiled_loss
 from .activations.store import Store
+from .attention.choice import Kernels, Need
 from .attention.head_schedule import Stage
-from .attention.kernel import Kernels, Need
 from .attention.stages import Shape, StagedAttention
 from .batch import Batch, shard_batch
 from .comm import total

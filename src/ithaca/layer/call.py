@@ -1,10 +1,9 @@
-"""What a layer is called with, and the choice of engine."""
+"""What a layer is called with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..activations.store import Store
@@ -32,15 +31,3 @@ class LayerCall:
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.layer.module.parameters() if p.requires_grad]
-
-
-def run_layer(x: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
-    """y, or with count_routing (y, probability sums [E], assignment counts [E])."""
-    from .composed import ComposedLayer
-    from .streamed import StreamedLayer
-
-    parameters = call.trainable()
-    call.learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
-    engine = StreamedLayer if call.engine == "streamed" else ComposedLayer
-    result = engine.apply(x, call, *parameters)
-    return result if isinstance(result, tuple) else (result,)  # pyright: ignore[reportReturnType]
