@@ -111,6 +111,20 @@ def test_each_layer_is_kept_once_and_taken_once(engine: str, store: str, fsdp: b
     assert run.report()["store"].puts == 0, "a report starts the counts again"
 
 
+def test_pieces_are_fetched_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """Of a pass over the pieces of a tensor only the first is not on its way already."""
+    run = prepared(store="host", tile=1, heads_per_stage=4, shard_parameters=False)
+    plain, reads = run.store.read, []
+    monkeypatch.setattr(run.store, "read", lambda handle, then=None: reads.append(handle) or plain(handle, then))
+    run.loss(run.shard(tokens(1, 48))).backward()
+    stages = len(run.schedule)
+    # forward: attention output. Backward: input and attention output; in each stage the input to project and again to
+    # differentiate, dout and out; at last the input for the norm.
+    passes = LAYERS * (1 + 2 + 4 * stages + 1)
+    assert stages == 2 and len(reads) > 5 * passes
+    assert run.report()["store"].prefetched == len(reads) - passes
+
+
 @pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_kept_is_the_input_and_on_request_the_attention(engine: str, recompute: str):

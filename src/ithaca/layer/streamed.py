@@ -81,10 +81,14 @@ class StreamedSource(TokenSource):
 
     def gather(self, at: int) -> Tensor:
         """The attention output of one piece, all heads, [B, t, H·D]."""
-        shape = self.call.attention.shape
+        shape, stored = self.call.attention.shape, self.stored["out"]
         out = None
-        for heads, pieces in zip(self.heads(), self.stored["out"], strict=True):
-            (value,) = self.store.read(pieces.handles[at])
+        for stage, heads in enumerate(self.heads()):
+            if stage + 1 < len(stored):
+                following = stored[stage + 1].handles[at]
+            else:
+                following = stored[0].handles[at + 1] if at + 1 < len(self.pieces) else None
+            (value,) = self.store.read(stored[stage].handles[at], then=following)
             if out is None:
                 out = value.new_empty(shape.rows, value.shape[2], shape.heads, shape.head_dim)
             for slot, head in enumerate(heads):
