@@ -8,7 +8,7 @@ ones (embedding and loss scaled with them: a lower bound).
 
     --states          hold what a rank keeps of the whole model: fp32 masters and AdamW states of all layers
     --limit 80        let the allocator have this many GB
-    --no-attention    memory runs at millions of tokens: kernels allocate what they would, and compute nothing
+    --no-attention    memory runs at millions of tokens: a stand-in kernel allocates its tensors and computes nothing
 """
 
 from __future__ import annotations

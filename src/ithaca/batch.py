@@ -117,12 +117,12 @@ def _check_batch(input_ids: Tensor, labels: Tensor | None, mesh: Mesh, vocabular
             f"a batch of {input_ids.shape[0]} rows cannot be split over {mesh.data.size} data-parallel groups; "
             f"pass a multiple of {mesh.data.size} rows, or raise ulysses or ring so that fewer groups are left"
         )
-    for name, value, low in (("input_ids", input_ids, 0), ("labels", labels, 0)):
+    for name, value in (("input_ids", input_ids), ("labels", labels)):
         if value is None or value.is_floating_point():
             if value is not None:
                 problems.append(f"{name} has dtype {value.dtype}; token ids are whole numbers (torch.int64)")
             continue
-        wrong = (value < low) | (value >= vocabulary)
+        wrong = (value < 0) | (value >= vocabulary)
         if name == "labels":
             wrong &= value != IGNORE
         if bool(wrong.any()):

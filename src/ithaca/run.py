@@ -27,7 +27,7 @@ from .attention.stages import Shape, StagedAttention
 from .batch import Batch, shard_batch
 from .comm import total
 from .layer import LayerCall, run_layer
-from .mesh import Group, Mesh
+from .mesh import Mesh
 from .model.adapter import Decoder, Layer
 from .model.projection import bind_linear
 from .request import Request
@@ -158,7 +158,7 @@ class Run:
         ropes = {
             kind: self.decoder.rope(kind, batch.longest) for kind in {layer.rope_type for layer in self.decoder.layers}
         }
-        self._reserve(x, batch)
+        self._reserve(x)
         routing = []
         for layer in self.decoder.layers:
             call = self._layer_call(layer, ropes[layer.rope_type], batch, x)
@@ -199,7 +199,7 @@ class Run:
             valid=batch.valid,
         )
 
-    def _reserve(self, x: Tensor, batch: Batch) -> None:
+    def _reserve(self, x: Tensor) -> None:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
         if self.stack.store == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
             return
@@ -225,11 +225,10 @@ class Run:
         """This rank's part of the router's balance loss over all tokens of the batch and all layers (Switch, eq. 4-6)."""
         probability = torch.stack([p for p, _ in routing]).sum(0)
         rows = len(routing) * batch.tokens
-        chosen = total(torch.stack([c for _, c in routing]).sum(0), self._token_ranks()) / rows
+        chosen = (
+            total(torch.stack([c for _, c in routing]).sum(0), self.mesh.world) / rows
+        )  # ranks hold different tokens
         return self.decoder.router_weight * len(probability) * (chosen.detach() * probability / rows).sum()
-
-    def _token_ranks(self) -> Group:
-        return self.mesh.world  # every rank holds other tokens
 
     def report(self) -> dict[str, Any]:
         """What the store moved since the last call: bytes, copy time, and how much of it was waited for."""

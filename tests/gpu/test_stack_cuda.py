@@ -16,7 +16,7 @@ STACKS = {
     "full": Stack(recompute="keep_attention", heads_per_stage=1, tile=200, store="host"),
     "flash": Stack(recompute="keep_attention", attention="flash", shard_parameters=False),
 }
-# wider than on the CPU: the error of a gradient with 64 elements is a lottery
+# wider than on the CPU, so that a gradient has more than a handful of numbers
 WIDE = (("hidden_size", 448), ("head_dim", 32), ("intermediate_size", 512), ("vocab_size", 1024))
 
 

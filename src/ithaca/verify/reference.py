@@ -104,7 +104,7 @@ class Reference:
         loss /= max(_distance(own.loss, theirs.loss), 2.0**-9)
         ratios = {key: errors[key] / max(own_errors[key], 1e-12) for key in errors}
         worst = max(ratios, key=lambda key: ratios[key] if ratios[key] == ratios[key] else float("inf"))
-        # all parameters count alike; of one alone, a norm with a few hundred numbers, the error is partly luck
+        # all parameters count alike; a single small norm was seen at 1.28, cause not established (docs/log.md)
         whole = (sum(e**2 for e in errors.values()) / sum(e**2 for e in own_errors.values())) ** 0.5
         return [
             Item(f"{name}loss", loss, limit),
