@@ -38,28 +38,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="64K,256K,1M")
     parser.add_argument("--kernels", default=",".join(name for name in BACKENDS if name != "cpu"))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--query-tile", default=None, help="rows of a query tile of cudnn; 'none' = one call")
     options = parser.parse_args()
+    width = options.head_dim
     device = torch.device("cuda", 0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'kernel':8} {'heads':>6} {'tokens':>9} {'forward TFLOP/s':>16} {'backward TFLOP/s':>17}")
     for name in options.kernels.split(","):
         kernel = BACKENDS[name]()
-        reason = kernel.problem(device, torch.bfloat16, 128, False)
+        reason = kernel.problem(device, torch.bfloat16, width, False)
+        if options.query_tile and hasattr(kernel, "query_tile"):
+            kernel.query_tile = None if options.query_tile == "none" else size(options.query_tile)  # pyright: ignore
         if reason:
             print(f"{name}: {reason}")
             continue
         for heads in (1, 4):
             for length in map(size, options.lengths.split(",")):
                 torch.manual_seed(0)
-                q, dout = (torch.randn(1, heads, length, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
-                k, v = (torch.randn(1, 1, length, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
-                mask = {"causal": True, "scale": 128**-0.5, "window": None}
+                q, dout = (torch.randn(1, heads, length, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+                k, v = (torch.randn(1, 1, length, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+                mask = {"causal": True, "scale": width**-0.5, "window": None}
                 repeats = 5 if length <= 2**18 else 2
                 out, lse = kernel.forward(q, k, v, **mask)
                 forward = timed(partial(kernel.forward, q, k, v, **mask), repeats)
                 backward = timed(partial(kernel.backward, dout, q, k, v, out, lse, **mask), repeats)
                 assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
-                flops = 2 * length**2 * heads * 128 / 1e12
+                flops = 2 * length**2 * heads * width / 1e12
                 print(
                     f"{name:8} {heads:4}/1 {length:9} {flops / forward:16.0f} {2.5 * flops / backward:17.0f}",
                     flush=True,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from .activations.loss import LossTerms, cap, loss_tile, tiled_loss
+from .activations.loss import LossTerms, cap, fuses, loss_tile, tiled_loss
 from .activations.store import Store
 from .attention.choice import Kernels, Need
 from .attention.head_schedule import Stage
@@ -29,6 +29,7 @@ from .comm import total
 from .layer import LayerCall, run_layer
 from .mesh import Mesh
 from .model.adapter import Decoder, Layer
+from .model.norm import apply_norm
 from .model.projection import bind_linear
 from .request import Request
 from .stack import Stack, require
@@ -125,7 +126,7 @@ class Run:
         def compute() -> Tensor:
             x, _ = self._hidden(batch)
             return self.decoder.head(
-                x, Request(lambda x: cap(bind_linear(self.decoder.head)(self.decoder.norm(x)), self.decoder.logit_cap))
+                x, Request(lambda x: cap(bind_linear(self.decoder.head)(apply_norm(self.decoder.norm, x)), self.decoder.logit_cap))
             )
 
         return self.decoder.model(Request(compute))
@@ -140,9 +141,11 @@ class Run:
             return tiled_loss(
                 x,
                 batch.labels,
-                lambda t: head(self.decoder.norm(t)),
+                lambda t: head(apply_norm(self.decoder.norm, t)),
                 trainable,
-                tile=loss_tile(self.stack.tile, x.shape[0], self.decoder.config.vocab_size),
+                tile=loss_tile(
+                    self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fuses(x.device, x.dtype, terms)
+                ),
                 terms=terms,
                 scale=1.0 / count,
             )
@@ -195,6 +198,7 @@ class Run:
             recompute=self.stack.recompute_of(layer.index),
             store=self.store,
             engine=self.stack.engine_of(layer.index),
+            hold=self.stack.hold,
             count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
             valid=batch.valid,
         )

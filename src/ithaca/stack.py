@@ -51,6 +51,10 @@ class Stack:
     engine: str = "auto"
     """How a layer is computed: "streamed" holds pieces, "composed" whole tensors; "auto" = streamed where it can."""
 
+    hold: bool | None = None
+    """With store="host" or "disk": what a streamed layer reads more than once stays on the device while that layer runs (three
+    tensors of the size of its input). None = where the input is at most 1 GiB."""
+
     def recompute_of(self, layer: int) -> str:
         return self.recompute if isinstance(self.recompute, str) else self.recompute[layer]
 
@@ -124,6 +128,8 @@ class Stack:
                 good, want = isinstance(value, str), "a string"
             elif field.name == "shard_parameters":
                 good, want = isinstance(value, bool), "True or False"
+            elif field.name == "hold":
+                good, want = value is None or isinstance(value, bool), "True, False or None"
             else:
                 optional = field.name in ("heads_per_stage", "tile")
                 good = (isinstance(value, int) and not isinstance(value, bool)) or (optional and value is None)

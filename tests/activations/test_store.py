@@ -500,18 +500,19 @@ def test_error_in_a_thread_surfaces(call: str, opened: Opener, monkeypatch: pyte
 
 
 def test_put_waits_when_the_disk_is_slow(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than two puts are held; the wait is counted."""
+    """Beyond two puts no more than IN_FLIGHT bytes are held; the wait is counted."""
+    monkeypatch.setattr(disk, "IN_FLIGHT", 100)
     store, go = opened("disk"), threading.Event()
     assert isinstance(store, DiskStore)
     load = disk._Staging.load
     monkeypatch.setattr(disk._Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
-    handles = [store.put([torch.full((10,), float(i))]) for i in range(2)]
+    handles = [store.put([torch.full((10,), float(i))]) for i in range(3)]  # 120 bytes, one put over the limit
     waited = threading.Timer(0.2, go.set)
     waited.start()
-    handles.append(store.put([torch.full((10,), 2.0)]))
+    handles.append(store.put([torch.full((10,), 3.0)]))
     assert go.is_set()
     assert store.report().exposed_seconds > 0.1
-    for i in (2, 1, 0):
+    for i in (3, 2, 1, 0):
         assert_same(store.take(handles[i]), [torch.full((10,), float(i))])
 
 

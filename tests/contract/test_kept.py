@@ -98,22 +98,23 @@ def test_logits_of_one_tile_at_a_time(tile: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["plain", "fsdp"])
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_each_layer_is_kept_once_and_taken_once(engine: str, store: str, fsdp: bool):
-    run = prepared(store=store, shard_parameters=fsdp, engine=engine)
+@pytest.mark.parametrize(("engine", "hold"), [("composed", None), ("streamed", False), ("streamed", True)])
+def test_each_layer_is_kept_once_and_taken_once(engine: str, hold: bool | None, store: str, fsdp: bool):
+    run = prepared(store=store, shard_parameters=fsdp, engine=engine, hold=hold)
     loss = run.loss(run.shard(tokens()))
     assert len(run.store) == handles(run)
     loss.backward()
     assert len(run.store) == 0
     report = run.report()["store"]
-    # the streamed layer puts the gradient of the attention output too, and reads pieces without taking them
-    assert (report.puts, report.takes) == ((LAYERS, LAYERS) if engine == "composed" else (4 * LAYERS, LAYERS))
+    # the streamed layer puts the gradient of the attention output too unless it stays, and reads pieces without taking them
+    passing = 0 if hold and store != "gpu" else 1
+    assert (report.puts, report.takes) == ((LAYERS if engine == "composed" else (3 + passing) * LAYERS), LAYERS)
     assert run.report()["store"].puts == 0, "a report starts the counts again"
 
 
 def test_pieces_are_fetched_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
     """Of a pass over the pieces of a tensor only the first is not on its way already."""
-    run = prepared(store="host", tile=1, heads_per_stage=4, shard_parameters=False)
+    run = prepared(store="host", tile=1, heads_per_stage=4, shard_parameters=False, hold=False)
     plain, reads = run.store.read, []
     monkeypatch.setattr(run.store, "read", lambda handle, then=None: reads.append(handle) or plain(handle, then))
     run.loss(run.shard(tokens(1, 48))).backward()
@@ -125,16 +126,30 @@ def test_pieces_are_fetched_before_they_are_asked_for(monkeypatch: pytest.Monkey
     assert run.report()["store"].prefetched == len(reads) - passes
 
 
+def test_pieces_that_stay_come_back_once(monkeypatch: pytest.MonkeyPatch):
+    """With hold=True forward reads nothing, and backward each piece of the input and of the attention output once."""
+    run = prepared(store="host", tile=1, heads_per_stage=4, shard_parameters=False, hold=True)
+    plain, reads = run.store.read, []
+    monkeypatch.setattr(run.store, "read", lambda handle, then=None: reads.append(id(handle)) or plain(handle, then))
+    loss = run.loss(run.shard(tokens(1, 48)))
+    assert not reads
+    report = run.store.report()
+    loss.backward()
+    pieces = 48 // 8
+    assert len(reads) == LAYERS * pieces * (1 + len(run.schedule))
+    assert run.store.report().bytes_in == report.bytes_out, "all that left came back, and nothing twice"
+
+
 @pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_kept_is_the_input_and_on_request_the_attention(engine: str, recompute: str):
-    run = prepared(store="host", recompute=recompute, shard_parameters=False, engine=engine)
+@pytest.mark.parametrize(("engine", "hold"), [("composed", None), ("streamed", False), ("streamed", True)])
+def test_what_is_kept_is_the_input_and_on_request_the_attention(engine: str, hold: bool | None, recompute: str):
+    run = prepared(store="host", recompute=recompute, shard_parameters=False, engine=engine, hold=hold)
     loss = run.loss(run.shard(tokens(1, 48)))
     x, attended, lse = 48 * 64 * 4, 48 * 64 * 4, 48 * 8 * 4
     kept = x if recompute == "layer" else x + attended + lse
     assert run.store.held_bytes - run.store.idle_bytes == LAYERS * kept  # pyright: ignore[reportAttributeAccessIssue]
-    # the attention output of a streamed layer passes through the store even where it is not kept
-    passing = attended if engine == "streamed" and recompute == "layer" else 0
+    # the attention output of a streamed layer passes through the store even where it is not kept, unless it stays
+    passing = attended if hold is False and recompute == "layer" else 0
     assert run.report()["store"].bytes_out == LAYERS * (kept + passing)
     del loss
 

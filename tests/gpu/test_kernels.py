@@ -60,6 +60,19 @@ def test_masks(name, lengths, window, size):
         assert distance(mine, theirs) < LIMIT
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tile", [64, 100, 256, 257])
+def test_cudnn_by_query_tiles(tile, causal):
+    made = kernel("cudnn", 64, False)
+    made.query_tile = tile
+    q, k, v, dout = tensors(2, 4, 2, 513, 64)
+    tokens = torch.arange(513)
+    seen = visible(tokens, tokens, None, None) if causal else torch.ones(513, 513, dtype=torch.bool)
+    out, lse, _ = expected(q, k, v, dout, seen.expand(2, -1, -1), 0.125)
+    got, got_lse = made.forward(q, k, v, causal=causal, scale=0.125, window=None)
+    assert distance(got, out) < LIMIT and distance(got_lse, lse) < 1e-5
+
+
 @pytest.mark.parametrize("layouts", ["heads first", "tokens first", "mixed"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_strides_do_not_matter(name, layouts):
@@ -117,3 +130,33 @@ def test_ring_merge(name, window):
                     grad[:, :, where] += part
     for mine, theirs in zip(total, grads, strict=True):
         assert distance(mine, theirs) < LIMIT
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_more_than_two_to_the_31_elements(name):
+    """4.3M queries of 4 heads against few keys, and few queries against as many keys: checked at the far end."""
+    made = kernel(name, 128, False)
+    length, few, mask = 4_300_000, 64, {"causal": False, "scale": 0.1, "window": None}
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 4, length, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, 1, few, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert q.numel() > 2**31
+    out, lse = made.forward(q, k, v, **mask)
+    dq, _, _ = made.backward(dout, q, k, v, out, lse, **mask)
+    far = slice(length - 100, length)
+    some = [t[:, :, far].clone() for t in (q, dout)]
+    seen = torch.ones(1, 100, few, dtype=torch.bool)
+    expected_out, expected_lse, (expected_dq, _, _) = expected(some[0], k, v, some[1], seen, 0.1)
+    assert distance(out[:, :, far], expected_out) < LIMIT and distance(lse[:, :, far], expected_lse) < 1e-5
+    assert distance(dq[:, :, far], expected_dq) < LIMIT
+    del out, lse, dq
+    keys, values = q[:, :1].expand(1, 4, length, 128).contiguous(), dout
+    query, dquery = (torch.randn(1, 4, few, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out, lse = made.forward(query, keys, values, **mask)
+    _, dk, dv = made.backward(dquery, query, keys, values, out, lse, **mask)
+    # the same attention over the last keys alone, with the lse of all: gradients of a block are exact by themselves
+    parts = [t[:, :, far].double() for t in (keys, values)]
+    p = (query.double() @ parts[0].transpose(2, 3) * 0.1 - lse.double()[..., None]).exp()
+    inner = dquery.double() @ parts[1].transpose(2, 3) - (dquery.double() * out.double()).sum(-1, keepdim=True)
+    assert distance(dv[:, :, far], p.transpose(2, 3) @ dquery.double()) < 2 * LIMIT
+    assert distance(dk[:, :, far], (p * inner).transpose(2, 3) @ query.double() * 0.1) < 2 * LIMIT

@@ -6,8 +6,8 @@ through one staging buffer of a small ring (pinned on CUDA):
 
     put    device -> staging -> file       take    file -> staging -> device
 
-A put returns at once. Its tensors are referenced until the last chunk has left the device; with a third put the caller
-waits until the oldest of the two under way has left. That wait, and a wait in take, count as exposed: on CUDA the time
+A put returns at once. Its tensors are referenced until the last chunk has left the device; with many puts under way the
+caller waits until the oldest has left. That wait, and a wait in take, count as exposed: on CUDA the time
 the compute stream was idle, not the time the CPU stood still.
 
 The file itself is in scratch.py. An error in a thread is kept and raised by the next put or take; the store is of no
@@ -34,11 +34,10 @@ from torch import Tensor
 from ithaca.activations.host import HostBuffer
 from ithaca.activations.packing import Layout, Source, pack
 from ithaca.activations.scratch import REMEDY, Extents, ScratchFile, round_up
-from ithaca.activations.store import Meter, Store, human_bytes
+from ithaca.activations.store import IN_FLIGHT, Meter, Store, human_bytes
 
 CHUNK = 8 << 20  # bytes of one write or read
 WORKERS = 4
-IN_FLIGHT = 2  # puts whose source tensors are held for the copy
 
 
 class DiskStore(Store):
@@ -79,7 +78,7 @@ class DiskStore(Store):
         while self._leaving:
             oldest = self._leaving[0]
             if not oldest.left.is_set():
-                if len(self._leaving) < IN_FLIGHT:
+                if len(self._leaving) < 2 or sum(each.nbytes for each in self._leaving) <= IN_FLIGHT:
                     break
                 with self._waits.span(stream):
                     oldest.left.wait()
@@ -187,6 +186,7 @@ class _Transfer:
         after: _Transfer | None = None,
     ):
         self.source: Source | None = Source(flats)  # references, until all chunks have been copied
+        self.nbytes = self.source.nbytes
         self.mark = mark
         self.after = after
         self.cancelled = False

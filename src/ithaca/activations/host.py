@@ -4,7 +4,7 @@ Copies run on two side streams, one for each direction, so both directions of th
 together. Nothing here makes the CPU wait during a step; all order is events between streams:
 
     put    the out stream waits for the compute stream, then copies. The source is referenced until the copy is over;
-           with a third put the compute stream first waits for the oldest of the two under way.
+           with many under way the compute stream first waits for the oldest.
     take   the compute stream allocates the destination, the in stream waits for it and copies, the compute stream
            waits for the copy. The destination of the handle put before is started in the same call.
 
@@ -33,9 +33,7 @@ import torch
 from torch import Tensor
 
 from ithaca.activations.packing import Layout, Source, pack
-from ithaca.activations.store import Meter, Store, human_bytes
-
-IN_FLIGHT = 2  # puts whose source tensors are held for the copy
+from ithaca.activations.store import IN_FLIGHT, Meter, Store, human_bytes
 
 REMEDY = "use a smaller context, more ranks, or store='disk'"
 
@@ -81,7 +79,9 @@ class HostStore(Store):
             )
 
     def _keep(self, tensors: list[Tensor]) -> _Entry:
-        while len(self._leaving) >= IN_FLIGHT:
+        while len(self._leaving) >= 2 and (
+            self._leaving[0].over.query() or sum(each.source.nbytes for each in self._leaving) > IN_FLIGHT
+        ):
             self._retire_oldest()
         packed = [pack(tensor) for tensor in tensors]
         layouts = [layout for layout, _ in packed]

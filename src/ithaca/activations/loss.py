@@ -12,6 +12,7 @@ Why not `torch.nn.functional.linear_cross_entropy`: docs/decisions/0004-loss.md.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,9 +40,16 @@ class LossTerms:
         return found
 
 
-def loss_tile(tile: int | None, rows: int, vocabulary: int) -> int | None:
-    """A logit row is 30 times a hidden row: with a large vocabulary, take shorter tiles so that one stays near 0.5 GB in fp32."""
-    return None if tile is None else min(tile, max(256, 2**27 // (rows * vocabulary)))
+def loss_tile(tile: int | None, rows: int, vocabulary: int, fused: bool) -> int | None:
+    """A logit row is 30 times a hidden row: with a large vocabulary, take shorter tiles, so that logits stay near 1 GB in bf16
+    where one tensor is all there is (`fused`), and near 0.5 GB in fp32 where there are several."""
+    return None if tile is None else min(tile, max(256, (2**29 if fused else 2**27) // (rows * vocabulary)))
+
+
+def fuses(device: torch.device, dtype: torch.dtype, terms: LossTerms) -> bool:
+    """Whether loss and gradient of a tile come from one kernel (loss_kernel.py)."""
+    able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float32) and terms.logit_cap is None
+    return able and importlib.util.find_spec("triton") is not None
 
 
 def tiled_loss(
@@ -83,16 +91,18 @@ class _LossFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, scale, learn, *parameters: Tensor):
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         gradients, dx = Gradients(), torch.empty_like(x) if learn else None
+        of_tile = _fused if fuses(x.device, x.dtype, terms) else _plain
         for at in tiles(x.shape[1], tile):
             with torch.set_grad_enabled(learn):
                 leaf = x[:, at].detach().requires_grad_(learn)
-                loss = cross_entropy_sum(cap(head(leaf), terms.logit_cap), labels[:, at], terms) * scale
-            total += loss.detach()
+                loss, output, grad = of_tile(head(leaf), labels[:, at], terms, scale, learn)
+            total += loss
             if dx is not None:
-                found = differentiate([loss], [torch.ones_like(loss)], [leaf, *parameters])
+                found = differentiate([output], [grad], [leaf, *parameters])
                 dx[:, at] = found[0]  # pyright: ignore[reportArgumentType]
                 gradients.add(parameters, found[1:])
                 del found  # or the head's gradient of this tile would live on beside the next one's
+            del output, grad  # likewise the logits
         ctx.dx, ctx.grads = dx, [gradients.take(p) for p in parameters]
         return total
 
@@ -104,3 +114,21 @@ class _LossFunction(torch.autograd.Function):
         dx, grads = ctx.dx.mul_(scale), [None if g is None else g.mul_(scale) for g in ctx.grads]
         ctx.dx = ctx.grads = None
         return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, None, *grads
+
+
+def _plain(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
+    """-> loss of a tile, what to differentiate, and its gradient"""
+    loss = cross_entropy_sum(cap(logits, terms.logit_cap), labels, terms) * scale
+    return loss.detach(), loss, torch.ones_like(loss)
+
+
+def _fused(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
+    """The same from one kernel. It writes the gradient over the logits, which the head's backward has no use for."""
+    from .loss_kernel import cross_entropy_in_place
+
+    flat = logits.detach().flatten(0, -2)
+    loss = cross_entropy_in_place(
+        flat, labels.flatten(), scale=scale, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss,
+        ignore=IGNORE, learn=learn,
+    )  # fmt: skip
+    return loss, logits, flat.view(logits.shape)

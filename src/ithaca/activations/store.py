@@ -13,8 +13,8 @@ Three kinds, one interface:
     disk   one unnamed scratch file, written and read by threads through a small pinned ring   (disk.py)
 
 Backward asks for handles in the reverse of put order, so taking one starts the copy of the handle put just before it:
-one put is on its way while another is used. Device memory beyond the caller's own: at most two puts on their way out,
-and one on its way in.
+one put is on its way while another is used. Device memory beyond the caller's own: at most two puts on their way out, or as
+many as make IN_FLIGHT bytes, and one on its way in.
 
 Rules for the caller. Tensors are put on the stream they were made on. A kept tensor must not be written in place while
 its copy runs; `settle(handle)` orders later writes after the copy. A write that came too early raises, where torch's
@@ -45,6 +45,10 @@ from torch import Tensor
 from ithaca.activations.packing import Source
 
 StoreKind = Literal["gpu", "host", "disk"]
+
+IN_FLIGHT = (
+    2**30
+)  # bytes of puts under way whose sources are held for the copy before a further put waits; two always may
 
 
 def open_store(kind: StoreKind, *, device: torch.device, scratch: Path | None = None) -> Store:
@@ -104,6 +108,13 @@ class Handle:
         # `forget` must not lock or reach the store: the collector may run it anywhere, even inside put().
         self._finalizer = weakref.finalize(self, forget, key)
         self._finalizer.atexit = False
+
+    @property
+    def store(self) -> Store:
+        store = self._store()
+        if store is None:
+            raise RuntimeError("the store of this handle is gone")
+        return store
 
 
 class Store(ABC):

@@ -41,3 +41,11 @@ class Kernel(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal, scale, window
     ) -> tuple: ...
+
+
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) over two disjoint sets of keys -> over both. Weighted in the dtype of lse; a row that saw no key of the first
+    set has lse -inf there and counts for nothing."""
+    (out, lse), (more, more_lse) = first, second
+    both = torch.logaddexp(lse, more_lse)
+    return out * (lse - both).exp()[..., None] + more * (more_lse - both).exp()[..., None], both

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernel import Kernel
+from .kernel import Kernel, merge
 
 
 class Segment(NamedTuple):
@@ -132,11 +132,7 @@ class Running:
 
     def add(self, segment: Segment, out: Tensor, lse: Tensor) -> None:
         where = _at(segment.row, segment.q)
-        before = self.lse[where]
-        after = torch.logaddexp(before, lse)
-        # before is -inf the first time a row is met; exp(-inf - finite) = 0, and `after` is finite as lse is
-        self.out[where] = self.out[where] * (before - after).exp()[..., None] + out * (lse - after).exp()[..., None]
-        self.lse[where] = after
+        self.out[where], self.lse[where] = merge((self.out[where], self.lse[where]), (out, lse))
 
 
 def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:

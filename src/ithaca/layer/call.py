@@ -24,6 +24,7 @@ class LayerCall:
     recompute: str
     store: Store
     engine: str = "composed"
+    hold: bool | None = None  # what the layer reads more than once stays on the device; None = by its size
     count_routing: bool = False  # return the sums that the router's balance loss is made of
     valid: Tensor | None = None  # [B, s], False on padding
     learn: bool = True

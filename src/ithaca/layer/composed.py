@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..activations.tiling import tiles
 from .call import LayerCall
+from .heads import to_heads_first, to_tokens_first
 from .tokens import TokenSource, WholeInputs, add_routing, after, after_backward, leaf
 
 
@@ -44,12 +45,10 @@ class WholeSource(TokenSource):
         self.whole = {"out": x.new_empty(shape.rows, shape.tokens, shape.heads, shape.head_dim)}
 
     def attended(self, stage: int, heads: list[int], value: Tensor) -> None:
-        for at, head in enumerate(heads):
-            self.whole["out"][:, :, head] = value[at]
+        to_tokens_first(value, heads, self.whole["out"])
 
     def fill(self, stage: int, heads: list[int], name: str, into: Tensor) -> None:
-        for at, head in enumerate(heads):
-            into[at] = self.whole[name][:, :, head]
+        to_heads_first(self.whole[name], heads, into)
 
 
 class ComposedLayer(torch.autograd.Function):

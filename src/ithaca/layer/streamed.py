@@ -15,7 +15,8 @@ The order of operations, and so every rounding, is that of the composed layer, e
 input's gradient is kept in the compute dtype: one rounding per stage (see docs/decisions).
 
 With store="gpu" pieces are references to tensors on the device: nothing is copied, nothing is overwritten, and the streamed
-layer costs what the composed one does.
+layer costs what the composed one does. With another store, inputs of up to HOLD_BYTES stay on the device while their layer
+runs: a piece leaves once in forward and comes back once in backward, however many stages read it.
 """
 
 from __future__ import annotations
@@ -28,21 +29,34 @@ from torch import Tensor
 from ..activations.store import GpuStore, Handle, Store
 from ..activations.tiling import tiles
 from .call import LayerCall
+from .heads import to_heads_first, to_tokens_first
 from .tokens import TokenSource, WholeInputs, add_routing, after, after_backward
 
 TILES_PER_PIECE = 8  # a copy of a few hundred MB runs at the full rate of the link, and two of them are small change
+# of a layer input: 1M tokens of Llama3-8B on 8 ranks. Above, what a layer reads again costs little beside its attention;
+# below, three more tensors of this size cost little beside the memory there is.
+HOLD_BYTES = 2**30
 
 
 class Pieces:
-    """A tensor of the sequence in the store: one handle per piece, read in any order and as often as needed."""
+    """A tensor of the sequence in a store: one handle per piece, read in any order and as often as needed.
+    With `near`, a piece that was read once stays on the device."""
 
-    def __init__(self, store: Store, handles: list[Handle], pieces: list[slice]) -> None:
-        self.store, self.handles, self.pieces = store, handles, pieces
+    def __init__(self, handles: list[Handle], pieces: list[slice], near: GpuStore | None = None) -> None:
+        self.handles, self.pieces, self.near = handles, pieces, near
 
     def each(self) -> Iterator[tuple[slice, Tensor]]:
         for at, piece in enumerate(self.pieces):
-            following = self.handles[at + 1] if at + 1 < len(self.handles) else None
-            yield piece, self.store.read(self.handles[at], then=following)[0]
+            yield piece, self.read(at, self.handles[at + 1] if at + 1 < len(self.handles) else None)
+
+    def read(self, at: int, following: Handle | None) -> Tensor:
+        """Piece `at`, while `following` is brought here."""
+        handle = self.handles[at]
+        store = handle.store
+        (value,) = store.read(handle, then=following if following and following.store is store else None)
+        if self.near is not None and store is not self.near:
+            self.handles[at] = self.near.put([value])
+        return value
 
 
 class StoredInputs:
@@ -58,41 +72,48 @@ class StoredInputs:
 
 
 class StreamedSource(TokenSource):
-    """Heads from a stored layer input; attention output and its gradient in the store, per stage and piece."""
+    """Heads from a stored layer input; attention output and its gradient in pieces, per stage."""
 
-    def __init__(self, call: LayerCall, inputs, pieces: list[slice]) -> None:
+    def __init__(self, call: LayerCall, inputs, pieces: list[slice], near: GpuStore | None) -> None:
         super().__init__(call, inputs)
-        self.pieces = pieces
-        # an evaluation keeps nothing: its attention output waits on the device for the end of the layer
-        self.store = call.store if call.learn else GpuStore(call.store.device)
-        self.stored: dict[str, list[Pieces]] = {"out": [], "dout": []}
+        self.pieces, self.near = pieces, near
+        # what this layer alone needs waits here: on the device where that is affordable
+        self.waiting: Store = call.store if near is None else near
+        self.out: list[Pieces] = []
+        self.dout: list[Pieces] = []
+        self.kept: list[Pieces] = []  # the attention output for backward
 
     def attended(self, stage: int, heads: list[int], value: Tensor) -> None:
-        handles = [self.store.put([value[:, :, piece]]) for piece in self.pieces]
-        self.stored["out"].append(Pieces(self.store, handles, self.pieces))
+        parts = [value[:, :, piece] for piece in self.pieces]
+        self.out.append(self._put(self.waiting, parts))
+        if self.call.learn and self.call.recompute == "keep_attention":
+            self.kept.append(self.out[-1] if self.waiting is self.call.store else self._put(self.call.store, parts))
+
+    def _put(self, store: Store, parts: list[Tensor]) -> Pieces:
+        return Pieces([store.put([part]) for part in parts], self.pieces, self.near)
 
     def fill(self, stage: int, heads: list[int], name: str, into: Tensor) -> None:
-        for piece, value in self.stored[name][stage].each():
+        stored = self.out if name == "out" else self.dout
+        for piece, value in stored[stage].each():
             into[:, :, piece] = value
-        self.stored[name][stage] = Pieces(self.store, [], [])  # read for the last time
+        stored[stage] = Pieces([], [])  # read for the last time
 
     def heads(self) -> list[list[int]]:
         return [[h for ranks in stage.queries for h in ranks] for stage in self.call.attention.schedule]
 
     def gather(self, at: int) -> Tensor:
         """The attention output of one piece, all heads, [B, t, H·D]."""
-        shape, stored = self.call.attention.shape, self.stored["out"]
+        shape = self.call.attention.shape
         out = None
         for stage, heads in enumerate(self.heads()):
-            if stage + 1 < len(stored):
-                following = stored[stage + 1].handles[at]
+            if stage + 1 < len(self.out):
+                following = self.out[stage + 1].handles[at]
             else:
-                following = stored[0].handles[at + 1] if at + 1 < len(self.pieces) else None
-            (value,) = self.store.read(stored[stage].handles[at], then=following)
+                following = self.out[0].handles[at + 1] if at + 1 < len(self.pieces) else None
+            value = self.out[stage].read(at, following)
             if out is None:
                 out = value.new_empty(shape.rows, value.shape[2], shape.heads, shape.head_dim)
-            for slot, head in enumerate(heads):
-                out[:, :, head] = value[slot]
+            to_tokens_first(value, heads, out)
         assert out is not None
         return out.flatten(2)
 
@@ -100,29 +121,31 @@ class StreamedSource(TokenSource):
         """The gradient of the attention output of one piece, [B, t, H·D], to the stages that need it."""
         by_head = value.unflatten(2, (-1, self.call.attention.shape.head_dim))
         for stage, heads in enumerate(self.heads()):
-            part = torch.stack([by_head[:, :, head] for head in heads])
+            part = by_head.new_empty(len(heads), *by_head.shape[:2], by_head.shape[3])
+            to_heads_first(by_head, heads, part)
             if at == 0:
-                self.stored["dout"].append(Pieces(self.store, [], self.pieces))
-            self.stored["dout"][stage].handles.append(self.store.put([part]))
+                self.dout.append(Pieces([], self.pieces))
+            self.dout[stage].handles.append(self.waiting.put([part]))
 
     def add_dh(self, tile: slice, grad: Tensor) -> None:
         if self.dh is None:
-            self.dh = torch.zeros(grad.shape[0], self.call.positions.shape[1], grad.shape[2]).to(grad)
+            self.dh = grad.new_zeros(grad.shape[0], self.call.positions.shape[1], grad.shape[2])
         self.dh[:, tile] += grad
 
 
 class StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, call: LayerCall, *parameters: Tensor):
-        pieces = _pieces(call, x.shape[1])
-        source = StreamedSource(call, WholeInputs(x, call.tile), pieces)
+        pieces, near = _pieces(call, x.shape[1]), _near(call, x)
+        source = StreamedSource(call, WholeInputs(x, call.tile), pieces, near)
         handles = [call.store.put([x[:, piece]]) for piece in pieces] if call.learn else []
         lses, _ = call.attention.forward(source, x, False)
         y, routing = _after_forward(call, source, x, handles)
         if call.learn:
-            ctx.call, ctx.inputs, call.stored = call, Pieces(call.store, handles, pieces), True
+            ctx.call, ctx.inputs, call.stored = call, Pieces(handles, pieces), True
+            ctx.out = None
             if call.recompute == "keep_attention":
-                ctx.out, ctx.lses = source.stored["out"], call.store.put(lses)
+                ctx.out, ctx.lses = source.kept, call.store.put(lses)
         if routing is None:
             return y
         ctx.mark_non_differentiable(routing[1])
@@ -131,9 +154,12 @@ class StreamedLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor, *routing_grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: LayerCall = ctx.call
-        source = StreamedSource(call, StoredInputs(ctx.inputs, call.tile), ctx.inputs.pieces)
+        near = _near(call, dy)
+        for each in (ctx.inputs, *(ctx.out or [])):
+            each.near = near
+        source = StreamedSource(call, StoredInputs(ctx.inputs, call.tile), ctx.inputs.pieces, near)
         if call.recompute == "keep_attention":
-            source.stored["out"], lses = ctx.out, call.store.take(ctx.lses)
+            source.out, lses = ctx.out, call.store.take(ctx.lses)
         else:
             lses, _ = call.attention.forward(source, dy, False)
         dx = dy.detach() if call.store.kind != "gpu" else dy.detach().clone()
@@ -144,6 +170,16 @@ class StreamedLayer(torch.autograd.Function):
         ctx.inputs = ctx.out = ctx.lses = None
         grads = [source.gradients.take(p) for p in call.trainable()]
         return (dx if ctx.needs_input_grad[0] else None), None, *grads
+
+
+def _near(call: LayerCall, x: Tensor) -> GpuStore | None:
+    """Where pieces stay while their layer runs, None where they come from the store each time."""
+    if not call.learn:  # an evaluation keeps nothing: its attention output waits on the device for the end of the layer
+        return GpuStore(x.device)
+    if isinstance(call.store, GpuStore):
+        return call.store
+    hold = x.nbytes <= HOLD_BYTES if call.hold is None else call.hold
+    return GpuStore(x.device) if hold else None
 
 
 def _pieces(call: LayerCall, length: int) -> list[slice]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..activations.tiling import Gradients, differentiate, tiles
+from ..model.norm import apply_norm
 from ..model.projection import Bound, project
 from .call import LayerCall
+from .heads import to_heads_first
 
 
 class Inputs(Protocol):
@@ -102,7 +104,7 @@ class TokenSource:
         self.norm_graph: tuple[Tensor, Tensor] | None = None
 
     def _norm(self, x: Tensor) -> Tensor:
-        return x if self.call.layer.before is None else self.call.layer.before(x)
+        return x if self.call.layer.before is None else apply_norm(self.call.layer.before, x)
 
     def _normed(self, x: Tensor) -> Tensor:
         """The input of the projections, without a graph: its own derivative is taken once, in `finish`."""
@@ -131,7 +133,7 @@ class TokenSource:
             if self.keep_graph:
                 self.graph = (h, bounds, values)
             for name, value in values.items():
-                _spread(value.detach(), heads[name], into[name][:, :, tile])
+                to_heads_first(value.detach(), _places(heads[name]), into[name][:, :, tile])
 
     def receive(self, stage: int, heads: dict[str, list[int]], grads: dict[str, Tensor]) -> None:
         bounds = self.graph[1] if self.graph else self._bind(heads)
@@ -187,11 +189,10 @@ def _unique(heads: list[int]) -> list[int]:
     return sorted(set(heads))
 
 
-def _spread(value: Tensor, heads: list[int], into: Tensor) -> None:
-    """value [B, t, unique heads, D] -> into [heads, B, t, D]; a head several ranks need is written once for each."""
+def _places(heads: list[int]) -> list[int]:
+    """Where each head lies among the projected ones; a head several ranks need is projected once."""
     at = {head: i for i, head in enumerate(_unique(heads))}
-    for slot, head in enumerate(heads):
-        into[slot] = value[:, :, at[head]]
+    return [at[head] for head in heads]
 
 
 def _merge(grads: Tensor, heads: list[int]) -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..stack import require
 from .families import FAMILIES, Family, config_violations
+from .norm import apply_norm
 from .projection import Projector, adapter_violation, linear_violation
 from .rope import Rope, check_against, rope_for
 
@@ -71,16 +72,16 @@ class Layer:
         module: Any = self.module
         update = module.self_attn.o_proj(attended)
         if self.family.after_attention:
-            update = self._part(self.family.after_attention)(update)  # pyright: ignore
+            update = apply_norm(self._part(self.family.after_attention), update)  # pyright: ignore
         x = x + update
-        inner = self._part(self.family.before_mlp)(x) if self.family.before_mlp else x  # pyright: ignore
+        inner = apply_norm(self._part(self.family.before_mlp), x) if self.family.before_mlp else x  # pyright: ignore
         logits = None
         if self.router is None:
             update = module.mlp(inner)
         else:
             update, logits = self.router.watch(lambda: module.mlp(inner))
         if self.family.after_mlp:
-            update = self._part(self.family.after_mlp)(update)  # pyright: ignore
+            update = apply_norm(self._part(self.family.after_mlp), update)  # pyright: ignore
         return x + update, logits
 
 

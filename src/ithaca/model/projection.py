@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .norm import apply_norm
 from .rope import rotate
 
 
@@ -65,12 +66,12 @@ class Bound:
         """x [B, t, d] -> [B, t, heads, D]"""
         out = self.linear(x)
         if self.norm is not None and self.norm_over == "whole":
-            out = self.norm(out)
+            out = apply_norm(self.norm, out)
         out = out.unflatten(-1, (-1, self.head_dim))
         if self.pick is not None:
             out = out.index_select(2, self.pick)
         if self.norm is not None and self.norm_over == "head":
-            out = self.norm(out)
+            out = apply_norm(self.norm, out)
         return out
 
 

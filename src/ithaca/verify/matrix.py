@@ -23,6 +23,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "layer", "keep_attention"),
     "store": ("gpu", "host", "disk"),
     "engine": ("composed", "streamed"),
+    "hold": (True, False),
     "tile": (None, 61),
     "shard_parameters": (True, False),
     "packed": (False, True),

@@ -1,0 +1,83 @@
+"""The fused loss on a GPU against the plain operators: value, gradient of the input and of the head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ithaca.activations.loss import IGNORE, LossTerms, cap, cross_entropy_sum, fuses, tiled_loss
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+def problem(vocabulary: int, dtype: torch.dtype):
+    torch.manual_seed(0)
+    x = torch.randn(2, 37, 64, device=CUDA).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, 64, device=CUDA) * 0.3).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (2, 37), device=CUDA)
+    labels[0, 5:9] = IGNORE
+    labels[1, -1] = IGNORE
+    labels[1, 0] = vocabulary - 1
+    return x, weight, labels
+
+
+def distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+@pytest.mark.parametrize("vocabulary", [5, 257, 4096, 128256, 151937])
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [None, 10])
+def test_like_the_operators(vocabulary, terms, dtype, tile):
+    assert fuses(CUDA, dtype, terms), "Triton is missing"
+    x, weight, labels = problem(vocabulary, dtype)
+    loss = tiled_loss(x, labels, lambda t: F.linear(t, weight), [weight], tile=tile, terms=terms, scale=1 / 31)
+    grads = torch.autograd.grad(loss, (x, weight))
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = cross_entropy_sum(F.linear(*wide), labels, terms) / 31
+    exact_grads = torch.autograd.grad(exact, wide)
+    plain = cross_entropy_sum(F.linear(x, weight), labels, terms) / 31
+    plain_grads = torch.autograd.grad(plain, (x, weight))
+    room = 1e-6 if dtype == torch.float32 else 1e-4
+    assert distance(loss, exact) <= 1.2 * distance(plain, exact) + room
+    for mine, theirs, truth in zip(grads, plain_grads, exact_grads, strict=True):
+        assert distance(mine, truth) <= 1.2 * distance(theirs, truth) + room
+
+
+def test_without_gradients_and_without_supervision():
+    x, weight, labels = problem(257, torch.bfloat16)
+    with torch.no_grad():
+        value = tiled_loss(x, labels, lambda t: F.linear(t, weight), [], tile=8, terms=LossTerms(), scale=1.0)
+        expected = cross_entropy_sum(F.linear(x, weight), labels, LossTerms())
+    assert distance(value, expected) < 1e-6 and not value.requires_grad
+    nothing = torch.full_like(labels, IGNORE)
+    loss = tiled_loss(x, nothing, lambda t: F.linear(t, weight), [weight], tile=8, terms=LossTerms(), scale=1.0)
+    grads = torch.autograd.grad(loss, (x, weight))
+    assert float(loss) == 0.0 and all(float(g.abs().max()) == 0.0 for g in grads)
+
+
+def test_a_soft_cap_goes_by_the_operators():
+    terms = LossTerms(logit_cap=3.0)
+    assert not fuses(CUDA, torch.bfloat16, terms)
+    x, weight, labels = problem(257, torch.float32)
+    loss = tiled_loss(x, labels, lambda t: F.linear(t, weight), [weight], tile=8, terms=terms, scale=1.0)
+    expected = cross_entropy_sum(cap(F.linear(x, weight), 3.0), labels, LossTerms())
+    assert distance(loss, expected) < 1e-6
+
+
+def test_rows_beyond_two_to_the_31():
+    """One tile of logits with more than 2³¹ elements."""
+    tokens, vocabulary = 17_000, 128256
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, vocabulary, device=CUDA, dtype=torch.bfloat16)
+    labels = torch.randint(0, vocabulary, (tokens,), device=CUDA)
+    last = logits[-3:].float()
+    from ithaca.activations.loss_kernel import cross_entropy_in_place
+
+    cross_entropy_in_place(logits, labels, scale=1.0, label_smoothing=0.0, z_loss=0.0, ignore=IGNORE, learn=True)
+    expected = last.softmax(-1)
+    expected[torch.arange(3), labels[-3:]] -= 1
+    assert distance(logits[-3:], expected) < 4e-3
