@@ -3,8 +3,11 @@
     python benchmarks/rank_of_n.py --tokens 1M --ranks 8 --layers 2 [--heads-per-stage 1 --recompute keep_attention ...]
 
 torch's fake process group stands for the peers: collectives take no time and bring no data, so numbers are this rank's
-compute, copies and memory, and losses mean nothing. Tokens/s per GPU are extrapolated to all layers of the model from the measured
-ones (embedding and loss scaled with them: a lower bound).
+compute, copies and memory, and losses mean nothing.
+
+Tokens/s per GPU are extrapolated from the measured layers to all layers of the model. What happens outside the layers (embedding,
+final norm, head, loss) happens once per step whatever the depth, so it is timed by itself and not scaled:
+whole = fixed + (step - fixed) × depth / layers. The second number, "at least", scales the step as a whole.
 
     --states          hold what a rank keeps of the whole model: fp32 masters and AdamW states of all layers
     --limit 80        let the allocator have this many GB
@@ -15,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import ithaca
 from ithaca.attention.kernel import Calls
@@ -61,13 +65,147 @@ class NoMath:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def resident_states(model: nn.Module, layers: int, depth: int, ranks: int) -> torch.Tensor:
+class Marks:
+    """Where the time of a step goes: forward, backward, and of both the part inside the layers.
+
+    Hooks on the first and the last layer mark when a step enters and leaves them: tensor hooks do it in backward, since they
+    fire in the order of the gradients whatever FSDP2, a checkpoint or our own functions do in between. Marks are CUDA
+    events, so they cost nothing and tell the GPU's time; on a CPU they are plain clock readings.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.at: dict[str, Any] = {}
+        layers[0].register_forward_pre_hook(self._enter, prepend=True)  # before FSDP2 gathers the layer
+        layers[-1].register_forward_hook(self._leave)
+
+    def clear(self) -> None:
+        self.at = {}
+
+    def mark(self, name: str) -> None:
+        if self.cuda:
+            self.at[name] = torch.cuda.Event(enable_timing=True)
+            self.at[name].record()
+        else:
+            self.at[name] = time.perf_counter()
+
+    def between(self, start: str, stop: str) -> float:
+        if self.cuda:
+            return self.at[start].elapsed_time(self.at[stop]) / 1e3
+        return self.at[stop] - self.at[start]
+
+    def seconds(self) -> dict[str, float]:
+        """After a step that marked "start", "loss" and "end", and a synchronize."""
+        forward, backward = self.between("start", "loss"), self.between("loss", "end")
+        inside = self.between("enter", "leave") + self.between("enter backward", "leave backward")
+        return {"forward": forward, "backward": backward, "fixed": max(forward + backward - inside, 0.0)}
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if "enter" not in self.at:  # a checkpoint passes here again in backward
+            self.mark("enter")
+            args[0].register_hook(lambda grad: self.mark("leave backward"))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if "leave" not in self.at:
+            self.mark("leave")
+            (out[0] if isinstance(out, tuple) else out).register_hook(lambda grad: self.mark("enter backward"))
+
+
+def whole_depth(step: float, fixed: float, layers: int, depth: int) -> dict[str, float]:
+    """Seconds of a step at the model's real depth, from a step of fewer layers."""
+    per_layer = (step - fixed) / layers
+    return {"per_layer": per_layer, "whole": fixed + per_layer * depth, "at_most": step * depth / layers}
+
+
+def resident_states(model: nn.Module, layers: int, depth: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Stands for the fp32 masters and AdamW states of the whole model that the shortened one does not have itself."""
     per_layer = sum(p.numel() for p in model.model.layers[0].parameters())  # pyright: ignore
     measured = sum(p.numel() for p in model.parameters())
     whole = measured + per_layer * (depth - layers)
     nbytes = 12 * whole // ranks - sum(p.to_local().nbytes for p in model.parameters())  # pyright: ignore
-    return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def measure(
+    shape: tuple[str, int, dict[str, Any]],
+    stack: ithaca.Stack,
+    *,
+    tokens: int,
+    ranks: int,
+    layers: int,
+    steps: int = 2,
+    states: bool = False,
+    limit: float | None = None,
+    attention: bool = True,
+    one_call: bool = False,
+    device: str = "cuda",
+    each: Callable[[dict[str, Any]], object] = lambda record: None,
+) -> dict[str, Any]:
+    """Run steps as rank 0 of `ranks`, in a process that has no process group yet. -> the record of the last step.
+
+    shape: an entry of SHAPES. one_call: cuDNN does not tile its queries. `each` gets the record of every step as it ends; a
+    true answer ends the run.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # here: it takes seconds to import
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    family, depth, sizes = shape
+    on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    config = AutoConfig.for_model(family, num_hidden_layers=layers, max_position_embeddings=2**24, **sizes)
+    with on:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    run = ithaca.prepare(model, stack, device=on)
+    if not attention:
+        run.kernels.chosen = {need: NoMath() for need in run.kernels.chosen}
+    for kernel in run.kernels.chosen.values():
+        if one_call and hasattr(kernel, "query_tile"):
+            kernel.query_tile = None  # pyright: ignore[reportAttributeAccessIssue]
+    if attention:  # kernels that are compiled at first use are compiled here, not in the first step
+        run.loss(run.shard(torch.randint(0, config.vocab_size, (1, 512 * ranks)))).backward()
+        run.model.zero_grad(set_to_none=True)
+    marks = Marks(model.model.layers, on)
+    cuda = on.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+    held = resident_states(model, layers, depth, ranks, on) if states else torch.empty(0)
+    if limit and cuda:
+        torch.cuda.set_per_process_memory_fraction(limit * 1e9 / torch.cuda.get_device_properties(0).total_memory)
+    weights = torch.cuda.memory_allocated() if cuda else 0
+    batch = run.shard(torch.randint(0, config.vocab_size, (1, tokens)))
+    record: dict[str, Any] = {}
+    for step in range(steps):
+        run.model.zero_grad(set_to_none=True)
+        run.report()
+        marks.clear()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        marks.mark("start")
+        loss = run.loss(batch)
+        marks.mark("loss")
+        loss.backward()
+        marks.mark("end")
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        parts = marks.seconds()
+        whole = whole_depth(seconds, parts["fixed"], layers, depth)
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        record = {
+            "step": step,
+            "seconds": seconds,
+            **parts,
+            **whole,
+            "tokens_per_second": tokens / ranks / whole["whole"],
+            "at_least": tokens / ranks / whole["at_most"],
+            "peak": peak,
+            "beyond_weights": peak - weights,
+            "states": held.nbytes,
+            "store": run.report()["store"],
+        }
+        if each(record):
+            break
+    return record
 
 
 def size(text: str) -> int:
@@ -75,8 +213,15 @@ def size(text: str) -> int:
     return int(float(text[:-1]) * unit) if unit else int(text)
 
 
-def optional(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+def setting(text: str) -> int | bool | None:
+    words = {"none": None, "true": True, "false": False}
+    return words[text.lower()] if text.lower() in words else int(text)
+
+
+# How each field of a Stack is read from a command line.
+FIELDS: dict[str, Callable[[str], Any]] = {
+    field.name: str if isinstance(field.default, str) else setting for field in fields(ithaca.Stack)
+}
 
 
 def main() -> None:
@@ -89,52 +234,39 @@ def main() -> None:
     parser.add_argument("--states", action="store_true")
     parser.add_argument("--limit", type=float, default=None, metavar="GB")
     parser.add_argument("--no-attention", action="store_true")
-    for field in fields(ithaca.Stack):
-        kind = str if isinstance(field.default, str) else optional
-        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=None)
+    parser.add_argument("--one-call", action="store_true", help="cuDNN attends a stage in one call, not by query tiles")
+    for name, kind in FIELDS.items():  # what is not given is not set at all: None is a value of some fields
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS)
     options = parser.parse_args()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
-    family, depth, shape = SHAPES[options.shape]
-    config = AutoConfig.for_model(family, num_hidden_layers=options.layers, max_position_embeddings=2**24, **shape)
-    chosen = {f.name: getattr(options, f.name) for f in fields(ithaca.Stack) if getattr(options, f.name) is not None}
+    chosen = {name: value for name, value in vars(options).items() if name in FIELDS}
     stack = ithaca.Stack(**{"ulysses": options.ranks // chosen.get("ring", 1), **chosen})
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    run = ithaca.prepare(model, stack)
-    if options.no_attention:
-        run.kernels.chosen = {need: NoMath() for need in run.kernels.chosen}
-    torch.cuda.empty_cache()
-    states = resident_states(model, options.layers, depth, options.ranks) if options.states else torch.empty(0)
-    if options.limit:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(options.limit * 1e9 / total)
-    weights = torch.cuda.memory_allocated()
-    ids = torch.randint(0, config.vocab_size, (1, options.tokens))
-    batch = run.shard(ids)
-    for step in range(options.steps):
-        run.model.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()
-        run.report()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        start = time.perf_counter()
-        marks[0].record()
-        loss = run.loss(batch)
-        marks[1].record()
-        loss.backward()
-        marks[2].record()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        forward, backward = (marks[i].elapsed_time(marks[i + 1]) / 1e3 for i in (0, 1))
-        peak = torch.cuda.max_memory_allocated()
-        whole = seconds * depth / options.layers  # embedding and loss scaled too: a lower bound on the rate
+    depth = SHAPES[options.shape][1]
+
+    def each(step: dict[str, Any]) -> None:
         print(
-            f"step {step}: {options.tokens} tokens, rank 0 of {options.ranks}, {options.layers} layers: forward {forward:.2f} s, "
-            f"backward {backward:.2f} s, peak {peak / 1e9:.1f} GB, beyond weights {(peak - weights) / 1e9:.1f} GB, "
-            f"{options.tokens / options.ranks / whole:.0f} tok/s/GPU over {depth} layers; {run.report()['store']}",
+            f"step {step['step']}: {options.tokens} tokens, rank 0 of {options.ranks}, {options.layers} layers: "
+            f"forward {step['forward']:.2f} s, backward {step['backward']:.2f} s ({step['per_layer']:.2f} s a layer, "
+            f"{step['fixed']:.2f} s outside them), peak {step['peak'] / 1e9:.1f} GB, beyond weights "
+            f"{step['beyond_weights'] / 1e9:.1f} GB, {step['tokens_per_second']:.0f} tok/s/GPU over {depth} layers (at least "
+            f"{step['at_least']:.0f}); {step['store']}",
             flush=True,
         )
+
+    last = measure(
+        SHAPES[options.shape],
+        stack,
+        tokens=options.tokens,
+        ranks=options.ranks,
+        layers=options.layers,
+        steps=options.steps,
+        states=options.states,
+        limit=options.limit,
+        attention=not options.no_attention,
+        one_call=options.one_call,
+        each=each,
+    )
     math = "off" if options.no_attention else "on"
-    switches = f"states {states.nbytes / 1e9:.1f} GB, limit {options.limit} GB, attention math {math}"
+    switches = f"states {last['states'] / 1e9:.1f} GB, limit {options.limit} GB, attention math {math}"
     print(switches)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, {stack}")
 

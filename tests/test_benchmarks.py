@@ -1,0 +1,35 @@
+"""The benchmark that compares recipes still runs: on a CPU, with a model of no consequence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "side_by_side.py"
+
+
+def side_by_side(out: Path, *arguments: str) -> tuple[list[list[str]], list[dict]]:
+    """Rows of the table it writes, cell by cell, and its records."""
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--shape", "tiny", "--out", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (page,), (lines,) = out.glob("*.md"), out.glob("*.jsonl")
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+    return rows[1:], [json.loads(line) for line in lines.read_text().splitlines()]
+
+
+def test_a_row_for_each_recipe(tmp_path: Path):
+    rows, records = side_by_side(tmp_path, "--contexts", "64", "--recipes", "hf,ithaca", "--steps", "2")
+    assert [row[:2] for row in rows] == [["64", "hf"], ["64", "ithaca"]]
+    assert all(float(row[2].replace(",", "")) > 0 for row in rows)
+    assert abs(records[0]["loss"] - records[1]["loss"]) < 1e-4  # the same work
+
+
+def test_a_rank_of_many(tmp_path: Path):
+    arguments = ["--rank-of", "2", "--contexts", "64", "--layers", "1", "--steps", "1", "--recipes", "streamed"]
+    (row,), (record,) = side_by_side(tmp_path, *arguments)
+    assert row[:2] == ["64", "streamed"] and record["status"] == "ok"
+    assert 0 < record["fixed"] < record["seconds"]  # time outside the layers is known, and not scaled with them
+    assert record["tokens_per_second"] > record["at_least"] > 0
