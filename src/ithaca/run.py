@@ -126,7 +126,12 @@ class Run:
         def compute() -> Tensor:
             x, _ = self._hidden(batch)
             return self.decoder.head(
-                x, Request(lambda x: cap(bind_linear(self.decoder.head)(apply_norm(self.decoder.norm, x)), self.decoder.logit_cap))
+                x,
+                Request(
+                    lambda x: cap(
+                        bind_linear(self.decoder.head)(apply_norm(self.decoder.norm, x)), self.decoder.logit_cap
+                    )
+                ),
             )
 
         return self.decoder.model(Request(compute))
@@ -196,7 +201,8 @@ class Run:
             positions=batch.positions,
             tile=self.stack.tile,
             recompute=self.stack.recompute_of(layer.index),
-            store=self.store,
+            # backward begins with the last layer: what it keeps is wanted again at once
+            store=self.store.brief if layer.index == len(self.decoder.layers) - 1 else self.store,
             engine=self.stack.engine_of(layer.index),
             hold=self.stack.hold,
             count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,

@@ -569,3 +569,83 @@ def test_filesystem_is_named(tmp_path: Path) -> None:
 def test_human_bytes() -> None:
     sizes = [0, 999, 1000, 12_400_000_000, 3.5e15]
     assert [human_bytes(size) for size in sizes] == ["0 B", "999 B", "1.0 KB", "12.4 GB", "3500.0 TB"]
+
+
+# Reading ahead from a disk.
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    offsets: list[int] = []
+    plain = scratch.ScratchFile.read
+    monkeypatch.setattr(
+        scratch.ScratchFile, "read", lambda self, view, offset: (offsets.append(offset), plain(self, view, offset))[1]
+    )
+    return offsets
+
+
+def test_what_was_read_ahead_is_not_read_again(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, size = opened("disk"), 3 * disk.CHUNK // 4 + 5  # in float32: three chunks and a bit
+    kept = [[torch.full((size,), float(i)), torch.arange(7) + i] for i in range(4)]
+    handles = [store.put(tensors) for tensors in kept]
+    for handle in handles:
+        store.settle(handle)
+    offsets = counted_reads(monkeypatch)
+    nbytes = sum(handle.nbytes for handle in handles[1:3]) + 100_000
+    store.ahead(handles[3].order, nbytes)  # the two before the last, newest first; the first has no room
+    for _ in range(3):
+        for i in (2, 1):
+            assert_same(store.read(handles[i]), kept[i])
+    once = len(offsets)
+    assert once == 2 * 4, "of both, three chunks and one with the rest and the small tensor"
+    assert_same(store.take(handles[0]), kept[0])
+    assert len(offsets) > once
+    for i in (2, 1, 3):
+        assert_same(store.take(handles[i]), kept[i])
+    assert isinstance(store, DiskStore) and store._near.idle_bytes == store._near.held_bytes > 0
+
+
+def test_reading_ahead_of_dropped_handles(opened: Opener) -> None:
+    store = opened("disk")
+    handles = [store.put([torch.full((300_000,), float(i))]) for i in range(5)]
+    last = handles[-1].order
+    store.ahead(last, 10**9)
+    del handles[1:3]
+    gc.collect()
+    for i, handle in zip((4, 3, 0), reversed(handles), strict=True):
+        assert_same(store.take(handle), [torch.full((300_000,), float(i))])
+    assert len(store) == 0
+
+
+def test_no_reading_ahead_without_memory_for_it(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened("disk")
+    assert isinstance(store, DiskStore)
+    monkeypatch.setattr(disk, "available_memory", lambda: 1000)
+    handles = [store.put([torch.ones(1000)]) for _ in range(2)]
+    store.ahead(handles[1].order, 4000)
+    assert store._near.held_bytes == 0
+    assert_same(store.take(handles[0]), [torch.ones(1000)])
+
+
+def test_a_disk_that_fails_while_reading_ahead(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened("disk")
+    handles = [store.put([torch.ones(1_000_000)]) for _ in range(3)]
+    for handle in handles:
+        store.settle(handle)
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(scratch.os, "preadv", broken)
+    store.ahead(handles[2].order, 10**9)
+    with pytest.raises(OSError, match=r"reading from scratch folder .*Input/output error.*check the disk"):
+        store.take(handles[1])
+
+
+def test_the_brief_store_of_a_disk_is_memory(opened: Opener) -> None:
+    store = opened("disk")
+    handle = store.brief.put([torch.ones(10)])
+    assert store.brief.kind == "host" and handle.store is store.brief
+    assert len(store) == 1 and store.report().puts == 1
+    assert_same(store.brief.take(handle), [torch.ones(10)])
+    store.reset()
+    assert len(store) == 0 and store.report().puts == 0 and opened("host").brief.kind == "host"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ithaca.attention.backends import Cpu
+from ithaca.attention.backends import Cpu, _calls
 from ithaca.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
 from ithaca.sequence import Layout, document_bounds
 
@@ -105,3 +105,23 @@ def test_every_token_is_on_exactly_one_rank(length, ulysses, ring):
     held = torch.cat([layout.tokens(r, u) for r in range(ring) for u in range(ulysses)])
     assert held.sort().values.tolist() == list(range(layout.padded))
     assert layout.padded >= length and layout.padded - length < 2 * ring * ulysses * ring
+
+
+@pytest.mark.parametrize(("rows", "heads", "kv_heads"), [(1, 8, 2), (3, 4, 4), (2, 6, 1), (1, 1, 1)])
+@pytest.mark.parametrize("limit", [101, 250, 401, 10**6])
+def test_calls_cover_every_head_once_and_stay_small(rows, heads, kv_heads, limit):
+    """How cuDNN's calls are cut where a tensor has too many elements to address."""
+    q, k = torch.zeros(rows, heads, 10, 10), torch.zeros(rows, kv_heads, 10, 10)
+    seen, group = torch.zeros(rows, heads, dtype=torch.long), heads // kv_heads
+    owner = torch.arange(kv_heads).repeat_interleave(group).expand(rows, -1)
+    for a, b in _calls(q, k, limit):
+        seen[a] += 1
+        assert max(q[a].numel(), k[b].numel()) < limit
+        owned = {int(h) for h in owner[a].flatten()}
+        assert owned == set(range(kv_heads)[b[1]])
+    assert bool((seen == 1).all())
+
+
+def test_a_head_that_no_call_can_address():
+    with pytest.raises(ValueError, match=r"one head of 10 tokens × 10 .*Stack\.ring"):
+        _calls(torch.zeros(1, 2, 10, 10), torch.zeros(1, 1, 10, 10), 100)

@@ -108,7 +108,10 @@ def test_each_layer_is_kept_once_and_taken_once(engine: str, hold: bool | None, 
     report = run.report()["store"]
     # the streamed layer puts the gradient of the attention output too unless it stays, and reads pieces without taking them
     passing = 0 if hold and store != "gpu" else 1
-    assert (report.puts, report.takes) == ((LAYERS if engine == "composed" else (3 + passing) * LAYERS), LAYERS)
+    # of a layer that waits on disk, the attention output is also kept near until its forward ends
+    near = LAYERS - 1 if store == "disk" and hold is False else 0
+    assert report.puts == (LAYERS if engine == "composed" else (3 + passing) * LAYERS + near)
+    assert report.takes == LAYERS
     assert run.report()["store"].puts == 0, "a report starts the counts again"
 
 

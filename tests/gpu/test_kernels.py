@@ -73,6 +73,21 @@ def test_cudnn_by_query_tiles(tile, causal):
     assert distance(got, out) < LIMIT and distance(got_lse, lse) < 1e-5
 
 
+@pytest.mark.parametrize("limit", [70_000, 140_000, 300_000])
+def test_cudnn_in_several_calls(limit):
+    """As it does above 2³¹ elements: some query heads of a KV head in one call, the others in the next."""
+    made = kernel("cudnn", 64, False)
+    q, k, v, dout = tensors(2, 6, 2, 513, 64)
+    whole, whole_lse = made.forward(q, k, v, causal=True, scale=0.125, window=None)
+    grads = made.backward(dout, q, k, v, whole, whole_lse, causal=True, scale=0.125, window=None)
+    made.limit = limit
+    out, lse = made.forward(q, k, v, causal=True, scale=0.125, window=None)
+    assert distance(out, whole) < 1e-3 and distance(lse, whole_lse) < 1e-6
+    parts = made.backward(dout, q, k, v, out, lse, causal=True, scale=0.125, window=None)
+    for mine, theirs in zip(parts, grads, strict=True):
+        assert distance(mine, theirs) < LIMIT
+
+
 @pytest.mark.parametrize("layouts", ["heads first", "tokens first", "mixed"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_strides_do_not_matter(name, layouts):

@@ -10,6 +10,10 @@ A put returns at once. Its tensors are referenced until the last chunk has left 
 caller waits until the oldest has left. That wait, and a wait in take, count as exposed: on CUDA the time
 the compute stream was idle, not the time the CPU stood still.
 
+Reading a layer's tensors back at the rate of a disk, when its backward begins, would make the GPU wait, and a streamed layer reads
+them many times. So while a layer's backward attends, the tensors of the layer below are read into host memory (`ahead`),
+from where they go to the device as often as asked for. What lives only within a layer never sees the disk (`brief`).
+
 The file itself is in scratch.py. An error in a thread is kept and raised by the next put or take; the store is of no
 use after that.
 """
@@ -24,20 +28,21 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from ithaca.activations.host import HostBuffer
+from ithaca.activations.host import HostBuffer, HostPool, HostStore, available_memory
 from ithaca.activations.packing import Layout, Source, pack
 from ithaca.activations.scratch import REMEDY, Extents, ScratchFile, round_up
-from ithaca.activations.store import IN_FLIGHT, Meter, Store, human_bytes
+from ithaca.activations.store import IN_FLIGHT, Meter, Store, StoreReport, human_bytes
 
 CHUNK = 8 << 20  # bytes of one write or read
 WORKERS = 4
+ADDED = ("puts", "takes", "prefetched", "bytes_out", "bytes_in", "copy_seconds", "exposed_seconds", "setup_seconds")
 
 
 class DiskStore(Store):
@@ -52,6 +57,48 @@ class DiskStore(Store):
         self._pipe = _Pipe(self._file, self.device)
         self._copies = self._pipe.busy
         self._leaving: deque[_Transfer] = deque()
+        self._near = HostPool(self.device)
+        self._brief: HostStore | None = None
+
+    @property
+    def brief(self) -> Store:
+        with self._lock:
+            if self._brief is None:
+                self._brief = HostStore(self.device)
+            return self._brief
+
+    def ahead(self, order: int, nbytes: int) -> None:
+        with self._lock:
+            self._enter()
+            if 2 * nbytes > available_memory() + self._near.idle_bytes:
+                return  # host memory is short: backward then reads from the disk itself
+            for key in reversed([key for key in self._live if key < order]):
+                entry: _Entry = self._live[key]
+                nbytes -= entry.length
+                if nbytes < 0:
+                    break
+                if entry.copy is None and entry.arrival is None and entry.length:
+                    begin = time.perf_counter()
+                    (buffer,) = self._near.get_all([entry.length])
+                    self._setup_seconds += time.perf_counter() - begin
+                    entry.copy = _Copy(buffer, entry.start, entry.write)
+                    self._pipe.bring_near(entry.copy)
+
+    def report(self) -> StoreReport:
+        """Counts of both media; what is held is the file."""
+        own = super().report()
+        if self._brief is None:
+            return own
+        near = self._brief.report()
+        return replace(own, **{name: getattr(own, name) + getattr(near, name) for name in ADDED})
+
+    def reset(self) -> None:
+        super().reset()
+        if self._brief is not None:
+            self._brief.reset()
+
+    def __len__(self) -> int:
+        return super().__len__() + (0 if self._brief is None else len(self._brief))
 
     @property
     def medium(self) -> str:
@@ -117,7 +164,7 @@ class DiskStore(Store):
             for tensor in arrival.tensors:  # made on one stream, used on another: the allocator has to know
                 tensor.record_stream(stream)
         if spend:
-            self._extents.release(entry.start, entry.length)
+            self._release(entry)
         entry.arrival = None
         self._bytes_in += sum(layout.nbytes for layout in entry.layouts)
         return arrival.tensors
@@ -128,7 +175,7 @@ class DiskStore(Store):
         tensors = [layout.empty(self.device) for layout in entry.layouts]
         flats = [layout.flat(tensor) for layout, tensor in zip(entry.layouts, tensors, strict=True)]
         stream = self._stream()
-        read = _Transfer(flats, entry.start, _mark(stream), after=entry.write)
+        read = _Transfer(flats, entry.start, _mark(stream), after=entry.write, copy=entry.copy)
         self._pipe.receive(read)
         return _Arrival(tensors, read, stream)
 
@@ -139,13 +186,21 @@ class DiskStore(Store):
         self._raise_failure()
 
     def _discard(self, entry: _Entry) -> bool:
-        transfers = [entry.write] if entry.arrival is None else [entry.write, entry.arrival.read]
-        for transfer in transfers:
+        transfers = [entry.write, entry.copy, None if entry.arrival is None else entry.arrival.read]
+        users = [transfer for transfer in transfers if transfer is not None]
+        for transfer in users:
             transfer.cancelled = True
-        if not all(transfer.done.is_set() for transfer in transfers):
+        if not all(transfer.done.is_set() for transfer in users):
             return False  # threads still use the extent; a later call tries again
-        self._extents.release(entry.start, entry.length)
+        self._release(entry)
         return True
+
+    def _release(self, entry: _Entry) -> None:
+        """Nobody needs these bytes of the file, nor their copy in host memory."""
+        self._extents.release(entry.start, entry.length)
+        if entry.copy is not None:
+            self._near.give(entry.copy.buffer)
+            entry.copy = None
 
     def _raise_failure(self) -> None:
         self._pipe.raise_failure()
@@ -153,6 +208,9 @@ class DiskStore(Store):
     def _close(self) -> None:
         self._pipe.close()
         self._leaving.clear()
+        self._near.close()
+        if self._brief is not None:
+            self._brief.close()
         self._file.close()
 
     def _stream(self) -> torch.cuda.Stream | None:
@@ -166,6 +224,7 @@ class _Entry:
     length: int
     write: _Transfer
     arrival: _Arrival | None = None
+    copy: _Copy | None = None  # the same bytes in host memory
 
 
 @dataclass
@@ -184,11 +243,13 @@ class _Transfer:
         start: int,
         mark: torch.cuda.Event | None,
         after: _Transfer | None = None,
+        copy: _Copy | None = None,
     ):
         self.source: Source | None = Source(flats)  # references, until all chunks have been copied
         self.nbytes = self.source.nbytes
         self.mark = mark
         self.after = after
+        self.copy = copy
         self.cancelled = False
         self.left = threading.Event()  # no chunk needs the tensors any more
         self.done = threading.Event()  # no chunk needs the file any more
@@ -232,6 +293,31 @@ class _Transfer:
         self.left.set()
 
 
+class _Copy:
+    """An extent of the file on its way into host memory, chunk by chunk."""
+
+    def __init__(self, buffer: HostBuffer, start: int, after: _Transfer):
+        self.buffer, self.start, self.after = buffer, start, after
+        self.cancelled = False
+        self.done = threading.Event()
+        self.offsets = range(0, buffer.nbytes, CHUNK)
+        self._lock = threading.Lock()
+        self._finished = 0
+
+    def view(self, at: int) -> memoryview:
+        return memoryview(self.buffer.memory)[at : at + CHUNK]
+
+    def bytes_of(self, chunk: _Chunk) -> Tensor:
+        return self.buffer.bytes.narrow(0, chunk.offset - self.start, chunk.length)
+
+    def finished(self) -> None:
+        with self._lock:
+            self._finished += 1
+            last = self._finished == len(self.offsets)
+        if last:
+            self.done.set()
+
+
 @dataclass(frozen=True)
 class _Chunk:
     tensor: int  # index of the tensor in the put
@@ -257,6 +343,8 @@ class _Pipe:
         for _ in range(WORKERS):
             self._ring.put(_Staging(device))
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="ithaca-disk")
+        # threads of their own: a chunk that the computation waits for must not queue behind a layer that is read ahead
+        self._ahead = ThreadPoolExecutor(WORKERS, thread_name_prefix="ithaca-disk-ahead")
 
     def send(self, transfer: _Transfer) -> None:
         for chunk in transfer.chunks:
@@ -265,6 +353,10 @@ class _Pipe:
     def receive(self, transfer: _Transfer) -> None:
         for chunk in transfer.chunks:
             self._threads.submit(self._read, transfer, chunk)
+
+    def bring_near(self, copy: _Copy) -> None:
+        for at in copy.offsets:
+            self._ahead.submit(self._copy, copy, at)
 
     def raise_failure(self) -> None:
         if self._failure is None:
@@ -277,6 +369,7 @@ class _Pipe:
         raise RuntimeError(f"{doing} {self._file} failed: {error}") from error
 
     def close(self) -> None:
+        self._ahead.shutdown(wait=True, cancel_futures=True)
         self._threads.shutdown(wait=True, cancel_futures=True)
         while not self._ring.empty():
             self._ring.get().close()
@@ -300,10 +393,29 @@ class _Pipe:
                 transfer.after.done.wait()  # its chunks came first, so other threads have them: this ends
             if transfer.mark is not None:
                 transfer.mark.synchronize()
+            if transfer.copy is not None:
+                transfer.copy.done.wait()
+                if self._failure is not None:
+                    return
             with self.busy.span():
-                self._file.read(staging.view(round_up(chunk.length)), chunk.offset)
-                staging.unload(transfer.flat(chunk))
+                if transfer.copy is not None:
+                    staging.copy(transfer.flat(chunk), transfer.copy.bytes_of(chunk))
+                else:
+                    self._file.read(staging.view(round_up(chunk.length)), chunk.offset)
+                    staging.unload(transfer.flat(chunk))
                 transfer.copied(out=False)
+
+    def _copy(self, copy: _Copy, at: int) -> None:
+        try:
+            if self._failure is None and not copy.cancelled:
+                copy.after.done.wait()
+                with self.busy.span():
+                    self._file.read(copy.view(at), copy.start + at)
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = _Failure(error, "reading from")
+        finally:
+            copy.finished()
 
     @contextmanager
     def _guard(self, transfer: _Transfer, doing: str) -> Iterator[_Staging | None]:
@@ -327,10 +439,10 @@ class _Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def load(self, flat: Tensor) -> None:
-        self._copy(self._buffer.bytes[: flat.numel()], flat)
+        self.copy(self._buffer.bytes[: flat.numel()], flat)
 
     def unload(self, flat: Tensor) -> None:
-        self._copy(flat, self._buffer.bytes[: flat.numel()])
+        self.copy(flat, self._buffer.bytes[: flat.numel()])
 
     def view(self, length: int) -> memoryview:
         return memoryview(self._buffer.memory)[:length]
@@ -338,7 +450,7 @@ class _Staging:
     def close(self) -> None:
         self._buffer.close()
 
-    def _copy(self, to: Tensor, source: Tensor) -> None:
+    def copy(self, to: Tensor, source: Tensor) -> None:
         """Over when it returns: what follows may free the device memory or hand the chunk to the file."""
         if self._stream is None:
             to.copy_(source)

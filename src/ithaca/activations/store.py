@@ -110,6 +110,11 @@ class Handle:
         self._finalizer.atexit = False
 
     @property
+    def order(self) -> int:
+        """Grows from put to put."""
+        return self._key
+
+    @property
     def store(self) -> Store:
         store = self._store()
         if store is None:
@@ -173,6 +178,16 @@ class Store(ABC):
             entry = self._entry(handle)
             following = None if then is None or then is handle else self._entry(then)
             return self._bring(entry, following, spend=False)
+
+    @property
+    def brief(self) -> Store:
+        """Where tensors go that are needed again before their layer ends: a slow medium has a faster one for them."""
+        return self
+
+    def ahead(self, order: int, nbytes: int) -> None:
+        """Backward will soon ask for what was put before the handle of this `order`, newest first: a slow medium starts to
+        bring up to `nbytes` of it near."""
+        return None
 
     def settle(self, handle: Handle) -> None:
         """Make the current stream wait until `handle` has left the device: its tensors may be overwritten then."""

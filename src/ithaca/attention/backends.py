@@ -4,8 +4,9 @@ Order of preference on a GPU: FlashAttention-4, cuDNN (no windows), torch's own 
 one H200, causal, D=128, 1M tokens, forward / backward TFLOP/s: fa4 646 / 622, cudnn 505 / 543.
 On a CPU one aten op serves; it is the same code path that tests use.
 
-Trap: cuDNN's backward reads `out` and `dout` with one set of strides. Given tensors of different layouts it returns
-gradients that are wrong by half their size and raises nothing, so every tensor is made contiguous here.
+Traps of cuDNN, both silent. Its backward reads `out` and `dout` with one set of strides: given tensors of different layouts it
+returns gradients that are wrong by half their size, so every tensor is made contiguous here. And in a tensor of more than
+2³¹ elements it computes wrong addresses (measured: dq at the far end of 4.3M × 4 heads off by 17%), so it gets fewer heads.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Cudnn:
     name = "cudnn"
     packed = False
     query_tile: int | None = 2**16  # None = one call
+    limit = 2**31  # elements of a tensor in one call
 
     def __init__(self) -> None:
         self.calls = Calls()
@@ -88,6 +90,16 @@ class Cudnn:
     def forward(self, q, k, v, *, causal, scale, window):
         assert window is None
         self.calls.forward += 1
+        calls = _calls(q, k, self.limit)
+        if len(calls) == 1:
+            return self._rows(q, k, v, causal, scale)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        for a, b in calls:
+            out[a], lse[a] = self._rows(q[a], k[b], v[b], causal, scale)
+        return out, lse
+
+    def _rows(self, q, k, v, causal, scale):
+        """One call, or one for each tile of queries."""
         if q.shape[2] == k.shape[2] == 1:  # cuDNN refuses 1 × 1; the softmax of one score is 1
             group = q.shape[1] // k.shape[1]
             scores = (q.float() * k.repeat_interleave(group, 1).float()).sum(-1) * scale
@@ -115,6 +127,19 @@ class Cudnn:
 
     def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
         self.calls.backward += 1
+        calls = _calls(q, k, self.limit)
+        if len(calls) == 1:
+            return self._backward(dout, q, k, v, out, lse, causal, scale)
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
+        for a, b in calls:  # query heads that share a KV head may be in different calls: their parts add in fp32
+            part = self._backward(dout[a], q[a], k[b], v[b], out[a], lse[a], causal, scale)
+            dq[a] = part[0]
+            dk[b] += part[1]
+            dv[b] += part[2]
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
         group = q.shape[1] // k.shape[1]
         if q.shape[2] == k.shape[2] == 1:
             return torch.zeros_like(q), torch.zeros_like(k), _narrow(dout, group)
@@ -293,6 +318,27 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _calls(q: Tensor, k: Tensor, limit: int) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Rows and heads of q and k that go into one call, so that no tensor has `limit` elements or more: everything at once
+    where it can, else a row and KV head at a time with as many of its query heads as fit."""
+    if max(q.numel(), k.numel()) < limit:
+        return [((slice(None), slice(None)), (slice(None), slice(None)))]
+    group, tokens = q.shape[1] // k.shape[1], max(q.shape[2], k.shape[2])
+    fit = (limit - 1) // (tokens * q.shape[3])
+    if fit == 0:
+        raise ValueError(
+            f"one head of {tokens:,} tokens × {q.shape[3]} is more than this kernel can address ({limit:,} elements); use a "
+            "ring (Stack.ring), which divides the tokens, or attention='fa4'"
+        )
+    calls = []
+    for row in range(q.shape[0]):
+        for head in range(k.shape[1]):
+            for start in range(head * group, (head + 1) * group, fit):
+                heads = slice(start, min(start + fit, (head + 1) * group))
+                calls.append(((slice(row, row + 1), heads), (slice(row, row + 1), slice(head, head + 1))))
+    return calls
 
 
 def _narrow(grad: Tensor, group: int) -> Tensor:

@@ -11,6 +11,10 @@ from ..attention.stages import StagedAttention
 from ..model.adapter import Layer
 from ..model.rope import Rope
 
+# A stage projects a few heads from a tile: little work and little memory per token, so its tiles are longer than those of the MLP,
+# or launching the kernels would take longer than running them.
+PROJECTION_TILES = 4
+
 
 @dataclass
 class LayerCall:
@@ -29,6 +33,10 @@ class LayerCall:
     valid: Tensor | None = None  # [B, s], False on padding
     learn: bool = True
     stored: bool = False  # forward put something into the store
+
+    @property
+    def projection_tile(self) -> int | None:
+        return None if self.tile is None else self.tile * PROJECTION_TILES
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.layer.module.parameters() if p.requires_grad]

@@ -40,7 +40,7 @@ class WholeSource(TokenSource):
     """Heads from a layer input on the device; attention output and its gradient whole, [B, s, H, D]."""
 
     def __init__(self, call: LayerCall, x: Tensor, keep_graph: bool = False) -> None:
-        super().__init__(call, WholeInputs(x, call.tile), keep_graph)
+        super().__init__(call, WholeInputs(x, call.projection_tile), keep_graph)
         shape = call.attention.shape
         self.whole = {"out": x.new_empty(shape.rows, shape.tokens, shape.heads, shape.head_dim)}
 

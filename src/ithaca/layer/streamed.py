@@ -78,7 +78,7 @@ class StreamedSource(TokenSource):
         super().__init__(call, inputs)
         self.pieces, self.near = pieces, near
         # what this layer alone needs waits here: on the device where that is affordable
-        self.waiting: Store = call.store if near is None else near
+        self.waiting: Store = call.store.brief if near is None else near
         self.out: list[Pieces] = []
         self.dout: list[Pieces] = []
         self.kept: list[Pieces] = []  # the attention output for backward
@@ -137,13 +137,13 @@ class StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, call: LayerCall, *parameters: Tensor):
         pieces, near = _pieces(call, x.shape[1]), _near(call, x)
-        source = StreamedSource(call, WholeInputs(x, call.tile), pieces, near)
+        source = StreamedSource(call, WholeInputs(x, call.projection_tile), pieces, near)
         handles = [call.store.put([x[:, piece]]) for piece in pieces] if call.learn else []
         lses, _ = call.attention.forward(source, x, False)
         y, routing = _after_forward(call, source, x, handles)
         if call.learn:
             ctx.call, ctx.inputs, call.stored = call, Pieces(handles, pieces), True
-            ctx.out = None
+            ctx.order, ctx.out = handles[0].order, None
             if call.recompute == "keep_attention":
                 ctx.out, ctx.lses = source.kept, call.store.put(lses)
         if routing is None:
@@ -157,7 +157,7 @@ class StreamedLayer(torch.autograd.Function):
         near = _near(call, dy)
         for each in (ctx.inputs, *(ctx.out or [])):
             each.near = near
-        source = StreamedSource(call, StoredInputs(ctx.inputs, call.tile), ctx.inputs.pieces, near)
+        source = StreamedSource(call, StoredInputs(ctx.inputs, call.projection_tile), ctx.inputs.pieces, near)
         if call.recompute == "keep_attention":
             source.out, lses = ctx.out, call.store.take(ctx.lses)
         else:
@@ -165,11 +165,18 @@ class StreamedLayer(torch.autograd.Function):
         dx = dy.detach() if call.store.kind != "gpu" else dy.detach().clone()
         routing = routing_grads[0] if routing_grads else None
         _after_backward(call, source, ctx.inputs, dx, routing)
+        # while this layer attends, the layer below (its input, attention output and lse) comes nearer
+        call.store.ahead(ctx.order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
         call.attention.backward(source, dx, lses, [])
         source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None
         grads = [source.gradients.take(p) for p in call.trainable()]
         return (dx if ctx.needs_input_grad[0] else None), None, *grads
+
+
+def _attended_bytes(call: LayerCall, x: Tensor) -> int:
+    shape = call.attention.shape
+    return shape.rows * shape.tokens * shape.heads * shape.head_dim * x.element_size()
 
 
 def _near(call: LayerCall, x: Tensor) -> GpuStore | None:

@@ -118,7 +118,8 @@ class TokenSource:
             return self._norm(x)
 
     def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
-        rope = self.call.rope.cos_sin(self.call.positions[:, tile], h.dtype, h.device)
+        wide = torch.promote_types(h.dtype, torch.float32) if self.call.layer.family.wide_rope else h.dtype
+        rope = self.call.rope.cos_sin(self.call.positions[:, tile], wide, h.device)
         return {name: project(bound, h, None if name == "v" else rope) for name, bound in bounds.items()}
 
     def _bind(self, heads: dict[str, list[int]]) -> dict[str, Bound]:

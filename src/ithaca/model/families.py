@@ -26,6 +26,7 @@ class Family:
     qk_norm: str | None = None  # "head": each head by itself; "whole": all heads of a token together
     window: str = "none"  # where the sliding window stands: "none", "config" (all layers), "layer" (attention module)
     rope_by_layer: bool = False  # rotary settings differ by config.layer_types
+    wide_rope: bool = False  # q and k are rotated in float32 and rounded afterwards
     experts: bool = False  # some layers have a router, whose balance loss belongs to the loss
 
     @property
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Family] = {
         before_mlp=None,
         after_mlp="post_feedforward_layernorm",
         qk_norm="whole",
+        wide_rope=True,
     ),
 }
 

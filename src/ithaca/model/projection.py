@@ -115,12 +115,12 @@ class Projector:
 
 
 def project(bound: Bound, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-    """[B, t, d] -> [B, t, heads, D], rotated where cos and sin are given."""
+    """[B, t, d] -> [B, t, heads, D], rotated where cos and sin are given, in their dtype if that is the wider one."""
     out = bound(x)
     if rope is None:
         return out
     cos, sin = rope
-    return rotate(out, cos.unsqueeze(2), sin.unsqueeze(2))
+    return rotate(out, cos.unsqueeze(2), sin.unsqueeze(2)).to(out.dtype)
 
 
 def bind_linear(linear: Any, rows: Tensor | None = None) -> BoundLinear:

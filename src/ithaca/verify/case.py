@@ -150,6 +150,15 @@ class Session:
 
     def loss_and_gradients(self, batches: list[Data], name: str) -> list[Item]:
         """Parity of loss and every gradient, over one or several micro-batches."""
+        ours = self.measure(batches)
+        if self.reference is None:
+            return []
+        return self.reference.compare(
+            ours, [(d.input_ids, d.labels, d.documents) for d in batches], name, self.case.limit
+        )
+
+    def measure(self, batches: list[Data]) -> Measured:
+        """Our loss and gradients."""
         run = self.run
         run.model.zero_grad(set_to_none=True)
         shards = [self.shard(data) for data in batches]
@@ -159,12 +168,7 @@ class Session:
             loss = run.loss(batch, supervised=count)
             loss.backward()
             value += loss.detach()
-        ours = Measured(value, full_gradients(run.model))  # pyright: ignore[reportArgumentType]
-        if self.reference is None:
-            return []
-        return self.reference.compare(
-            ours, [(d.input_ids, d.labels, d.documents) for d in batches], name, self.case.limit
-        )
+        return Measured(value, full_gradients(run.model))  # pyright: ignore[reportArgumentType]
 
     def logits(self, data: Data) -> Tensor | None:
         """Our logits of the whole batch, on rank 0."""
