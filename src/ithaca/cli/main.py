@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from .doctor import add_doctor
+from .recipes import add_recipes
 from .verify import add_verify
 
 
@@ -22,6 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ithaca {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     add_verify(verbs)
+    add_recipes(verbs)
+    add_doctor(verbs)
     return parser
 
 

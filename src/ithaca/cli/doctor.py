@@ -1,0 +1,115 @@
+"""`ithaca doctor`: the environment as a block to paste into a bug report, and what is missing for speed.
+
+It never fails: every part is looked at by itself, and one that breaks is printed as broken, with the reason. That is what a
+doctor is for. What could name a person or a machine is left out: no host name, user name or home folder; see `_private`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import platform
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+
+_HELP = """\
+Prints versions, GPUs, memory, limits and attention kernels as a block to paste into a report, and what is missing for speed. The
+block names no host, user or home folder. Nothing is sent anywhere. The exit status is always 0.
+"""
+
+
+def add_doctor(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "doctor",
+        help="print the environment, and what is missing for speed",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_doctor, traceback=False)
+    parser.add_argument("--json", action="store_true", help="print the block as JSON")
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from . import doctor_parts as parts
+
+    block: dict[str, Any] = {"ithaca": {"version": __version__, **_try(_system)}}
+    for name, look in parts.PARTS.items():
+        block[name] = _try(look)
+    hints = _try(lambda: {"hints": parts.hints(block)})
+    block["hints"] = hints.get("hints", [hints])
+    block = _private(block)
+    if options.json:
+        print(json.dumps(block, indent=1, ensure_ascii=False))
+    else:
+        print(_text(block))
+    return 0
+
+
+def _try(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return look()
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        return {"broken": f"{type(error).__name__}: {first}"}
+
+
+def _system() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _private(value: Any, hidden: list[tuple[re.Pattern[str], str]] | None = None) -> Any:
+    """The block without home folder, host name and user name, wherever a message brought them in."""
+    if hidden is None:
+        hidden = _hidden()
+    if isinstance(value, dict):
+        return {key: _private(each, hidden) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_private(each, hidden) for each in value]
+    if isinstance(value, str):
+        for pattern, instead in hidden:
+            value = pattern.sub(instead, value)
+    return value
+
+
+def _hidden() -> list[tuple[re.Pattern[str], str]]:
+    found: list[tuple[re.Pattern[str], str]] = []
+    with suppress(RuntimeError):
+        home = str(Path.home())
+        if len(home) > 1:
+            found.append((re.compile(re.escape(home) + r"(?=$|[/:'\"\s])"), "~"))
+    found.append((re.compile(r"(/home|/Users)/[^/\s'\":]+"), "~"))
+    names = [(socket.gethostname(), "<host>")]
+    with suppress(Exception):  # a container may run under a user id without a name
+        names.append((getpass.getuser(), "<user>"))
+    for name, instead in names:
+        if name and name not in ("root", "localhost"):
+            found.append((re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), instead))
+    return found
+
+
+def _text(block: dict[str, Any]) -> str:
+    lines: list[str] = []
+    for name, part in block.items():
+        if name == "hints":
+            continue
+        lines.append(f"{name}:")
+        for key, value in part.items():
+            values = value if isinstance(value, list) else [value]
+            for index, each in enumerate(values or ["none"]):
+                lines.append(f"  {key if index == 0 else '':<16}{'missing' if each is None else each}")
+    lines.append("missing:" if block["hints"] else "missing: nothing that ithaca could use")
+    for hint in block["hints"]:
+        lines.append(f"  {hint.get('what', 'broken')}: {hint.get('why', hint.get('broken', ''))}")
+        if hint.get("command"):
+            lines.append(f"    {hint['command']}")
+    return "\n".join(lines)

@@ -1,0 +1,24 @@
+"""What the user asked for: `schema` says what there is, `load` reads it, `check` says what cannot work, `dump` writes it down.
+
+Light to import: no torch, and yaml only when something is read or written (`ithaca doctor` has to work without it).
+Only these names are for use elsewhere.
+"""
+
+from .check import missing, violations
+from .dump import dump
+from .load import Loaded, load, split_overrides
+from .recipes import recipe_names, recipe_text
+from .schema import Config, StackOptions
+
+__all__ = [
+    "Config",
+    "Loaded",
+    "StackOptions",
+    "dump",
+    "load",
+    "missing",
+    "recipe_names",
+    "recipe_text",
+    "split_overrides",
+    "violations",
+]

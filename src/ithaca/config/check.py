@@ -1,0 +1,209 @@
+"""What cannot work, all of it at once, before any process starts.
+
+`violations` looks at the config alone: types, ranges, and fields that contradict each other, each with its remedy.
+`missing` looks at the disk: folders and files that the run names and that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import fields, is_dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from ..stack import Stack
+from .option import about, accepts, expectation, kinds, out_of_range
+from .schema import Config, Source
+
+Problem = tuple[tuple[str, ...], str]  # the paths it is about, the first being where to look; and the words
+
+
+def violations(config: Config) -> list[str]:
+    """Everything about a config that cannot work, in words."""
+    return [text for _, text in problems_of(config)]
+
+
+def problems_of(config: Config) -> list[Problem]:
+    found = list(_types(config, ""))
+    if found:
+        return found  # comparing wrong types would only add noise
+    return [*_ranges(config, ""), *_model(config), *_data(config), *_stack(config), *_train(config), *_rest(config)]
+
+
+def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
+    """What the run names and the disk does not have. presets: model names that need no folder."""
+    found = []
+    model = Path(config.model.folder)
+    if not (model / "config.json").is_file() and config.model.folder not in presets:
+        what = "has no config.json" if model.is_dir() else "is not a folder"
+        known = f", or one of {', '.join(presets)}" if presets else ""
+        found.append(
+            f"model.folder={config.model.folder!r} {what}; name a Hugging Face folder{known}. Nothing is downloaded"
+        )
+    if config.data.tokenizer and not Path(config.data.tokenizer).is_dir():
+        found.append(f"data.tokenizer={config.data.tokenizer!r} is not a folder")
+    if config.data.packed and not Path(config.data.packed).is_dir():
+        found.append(f"data.packed={config.data.packed!r} is not there yet; make it with: ithaca data pack")
+    for path, source in _sources(config):
+        if source.path and source.format != "datasets" and not Path(source.path).exists() and not glob(source.path):
+            found.append(f"{path}.path={source.path!r}: no such file or folder, and no file matches it as a pattern")
+    scratch = config.stack.scratch
+    if scratch and not Path(scratch).is_dir():
+        found.append(f"stack.scratch={scratch!r} is not a folder; create it on a fast disk")
+    return found
+
+
+def _sources(config: Config) -> Iterator[tuple[str, Source]]:
+    for name, sources in (("data", config.data.sources), ("eval", config.eval.sources)):
+        for index, source in enumerate(sources):
+            yield f"{name}.sources[{index}]", source
+
+
+def _types(section: Any, prefix: str) -> Iterator[Problem]:
+    """Only a config made in Python can be wrong here; `load` has read every value as its type."""
+    cls = type(section)
+    inherited = {each.name for each in fields(Stack)} if isinstance(section, Stack) else set()
+    for each in fields(section):
+        path, value, kind = prefix + each.name, getattr(section, each.name), kinds(cls)[each.name]
+        if each.name in inherited:
+            continue  # Stack checks its own
+        if not accepts(kind, value):
+            yield (path,), f"{path}={value!r} must be {expectation(kind, about(cls, each))}"
+        elif is_dataclass(value):
+            yield from _types(value, path + ".")
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            for index, item in enumerate(value):
+                yield from _types(item, f"{path}[{index}].")
+
+
+def _ranges(section: Any, prefix: str) -> Iterator[Problem]:
+    for each in fields(section):
+        path, value, facts = prefix + each.name, getattr(section, each.name), about(type(section), each)
+        if is_dataclass(value):
+            yield from _ranges(value, path + ".")
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if is_dataclass(item):
+                    yield from _ranges(item, f"{path}[{index}].")
+        elif facts.get("choices") and value is not None and value not in facts["choices"]:
+            yield (path,), f"{path}={value!r} must be one of {', '.join(facts['choices'])}"
+        elif isinstance(value, int | float) and (wrong := out_of_range(facts, value)):
+            yield (path,), f"{path}={value} {wrong}"
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model, lora, rope = config.model, config.model.lora, config.model.rope
+    if not model.folder:
+        yield ("model.folder",), "model.folder is empty; name a Hugging Face folder or a preset"
+    if lora is not None:
+        if model.random_init:
+            yield (
+                ("model.lora", "model.random_init"),
+                "model.lora trains adapters of a frozen base, and model.random_init makes that base noise; drop one of them",
+            )
+        if lora.dropout != 0:
+            yield (
+                ("model.lora.dropout",),
+                f"model.lora.dropout={lora.dropout} must be 0: results would be random, so nothing could be verified",
+            )
+        if not lora.targets:
+            yield (
+                ("model.lora.targets",),
+                "model.lora.targets is empty, so nothing would be trained; name a linear layer",
+            )
+    if rope is not None:
+        needs = {
+            "linear": ("factor",),
+            "dynamic": ("factor",),
+            "yarn": ("factor", "original_max_position_embeddings"),
+            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+            "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
+        }
+        lacks = [name for name in needs.get(rope.rope_type or "", ()) if getattr(rope, name) is None]
+        if lacks:
+            yield (
+                ("model.rope.rope_type",),
+                f"model.rope.rope_type={rope.rope_type} also needs {' and '.join(f'model.rope.{each}' for each in lacks)}",
+            )
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.packed is None and not data.sources:
+        yield (
+            ("data.packed", "data.sources"),
+            "there is nothing to train on: give data.sources (files, or synthetic: recall), or data.packed (a folder made "
+            "by 'ithaca data pack')",
+        )
+    for path, source in _sources(config):
+        if (source.path is None) == (source.synthetic is None):
+            both = "both path and synthetic" if source.path else "neither path nor synthetic"
+            yield (f"{path}.path", f"{path}.synthetic"), f"{path} has {both}; give one of them"
+
+
+def _stack(config: Config) -> Iterator[Problem]:
+    names = {each.name for each in fields(Stack)}
+    if config.stack.auto:
+        given = [name for name in names if getattr(config.stack, name) != getattr(Stack(), name)]
+        for name in sorted(given):
+            yield (f"stack.{name}",), f"stack.{name} cannot be given with auto: true; drop one of them"
+    for text in config.stack.violations(config.launch.world):
+        name = text.partition("=")[0]
+        path = f"stack.{name}" if name in names else "stack"
+        yield (path,), f"{path}: {text}" if path == "stack" else f"stack.{text}"
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    train, chosen, world = config.train, config.stack.chosen, config.launch.world
+    if train.accumulation >= 1 and train.rows % train.accumulation:
+        yield (
+            ("train.accumulation", "train.rows"),
+            f"train.accumulation={train.accumulation} does not divide train.rows={train.rows}; every micro-batch must have "
+            "the same number of rows",
+        )
+    elif chosen is not None and not chosen.violations(world) and world and train.accumulation >= 1:
+        groups = world // chosen.context_ranks
+        if train.rows // train.accumulation % groups:
+            yield (
+                ("train.rows", "train.accumulation", "stack", "launch"),
+                f"{world} processes with ulysses × ring = {chosen.context_ranks} make {groups} data-parallel groups, over "
+                f"which the {train.rows // train.accumulation} rows of a micro-batch cannot be split; make train.rows / "
+                f"train.accumulation a multiple of {groups}, or raise stack.ulysses or stack.ring",
+            )
+    if isinstance(train.warmup, float) and not 0 <= train.warmup < 1:
+        yield (
+            ("train.warmup",),
+            f"train.warmup={train.warmup} is neither a number of steps (10) nor a share of them (0.05)",
+        )
+    elif train.warmup >= train.steps >= 1:
+        yield (
+            ("train.warmup", "train.steps"),
+            f"train.warmup={train.warmup} must be less than train.steps={train.steps}, or the run ends before lr is reached",
+        )
+    if train.min_lr > train.lr:
+        yield ("train.min_lr", "train.lr"), f"train.min_lr={train.min_lr} is above train.lr={train.lr}; lower it"
+    if not all(0 <= beta < 1 for beta in train.betas):
+        yield ("train.betas",), f"train.betas={list(train.betas)} must both be at least 0 and below 1"
+
+
+def _rest(config: Config) -> Iterator[Problem]:
+    every, keep = config.checkpoint.every, config.checkpoint.keep_every
+    if keep is not None and (every is None or (every >= 1 and keep % every)):
+        remedy = "give checkpoint.every too" if every is None else f"make it a multiple of checkpoint.every={every}"
+        yield (
+            ("checkpoint.keep_every", "checkpoint.every"),
+            f"checkpoint.keep_every={keep} meets no checkpoint; {remedy}",
+        )
+    if config.eval.every is not None and not config.eval.sources and config.eval.packed is None:
+        yield ("eval.every",), f"eval.every={config.eval.every} has no data; give eval.sources or eval.packed"
+    if config.launch.cpu is not None and config.launch.workers is not None:
+        yield (
+            ("launch.cpu", "launch.workers"),
+            "launch.cpu and launch.workers are both given; cpu is for runs without GPUs",
+        )
+    name = config.run.name
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        yield ("run.name",), f"run.name={name!r} must be a plain name without '/'; the place goes into run.folder"
+    if not config.run.folder:
+        yield ("run.folder",), "run.folder is empty; name a folder for the results"

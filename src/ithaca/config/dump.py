@@ -1,0 +1,59 @@
+"""`dump`: a config as YAML with every field written out. `load` reads it back equal, and so does any YAML reader:
+numbers are written the way YAML 1.1 knows them (1.0e-05), and text that looks like something else is quoted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from .nodes import Place
+from .schema import Config, StackOptions
+
+_WORD = re.compile(r"(\.{0,2}/|[A-Za-z_])[A-Za-z0-9_./-]*")
+_NOT_TEXT = {"null", "none", "true", "false", "yes", "no", "on", "off", "y", "n"}
+
+
+def dump(config: Config, origins: Mapping[str, Place] | None = None) -> str:
+    """The config as YAML. origins: where values came from; each is added as a comment."""
+    return "\n".join(_section(config, "", "", origins or {})) + "\n"
+
+
+def _section(section: Any, indent: str, path: str, origins: Mapping[str, Place]) -> Iterator[str]:
+    for each in fields(section):
+        name, value = path + each.name, getattr(section, each.name)
+        comment = _comment(origins.get(name))
+        if isinstance(value, StackOptions) and value.auto and value.scratch is None:
+            yield f"{indent}{each.name}: auto{_comment(origins.get(f'{name}.auto'))}"
+        elif isinstance(section, StackOptions) and section.auto and each.name not in ("auto", "scratch"):
+            continue  # not chosen yet
+        elif is_dataclass(value):
+            yield f"{indent}{each.name}:"
+            yield from _section(value, indent + "  ", name + ".", origins)
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            yield f"{indent}{each.name}:{comment}"
+            for index, item in enumerate(value):
+                lines = list(_section(item, indent + "    ", f"{name}[{index}].", origins))
+                yield f"{indent}  - {lines[0].lstrip()}"
+                yield from lines[1:]
+        else:
+            yield f"{indent}{each.name}: {as_yaml(value)}{comment}"
+
+
+def _comment(place: Place | None) -> str:
+    """File names may hold anything; a comment ends with its line."""
+    return "" if place is None else "  # " + "".join(c if c.isprintable() else "?" for c in str(place))
+
+
+def as_yaml(value: Any) -> str:
+    """One value on one line."""
+    import yaml
+
+    if isinstance(value, tuple):
+        return f"[{', '.join(as_yaml(each) for each in value)}]"
+    if isinstance(value, str):
+        if _WORD.fullmatch(value) and value.lower() not in _NOT_TEXT:
+            return value
+        return yaml.safe_dump(value, default_style='"', width=float("inf")).rstrip("\n")
+    return yaml.safe_dump(value, width=float("inf")).split("\n")[0]

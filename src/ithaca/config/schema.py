@@ -1,0 +1,248 @@
+"""Every setting of a run: nine sections of plain dataclasses, each field with type, default and explanation.
+
+The record is frozen and imports nothing heavy. It holds what was asked for, not what was found out: no device, no model.
+`load` makes one from YAML and the command line, `check` says what cannot work, docs/config.md is made from the fields here.
+A non-finite loss or gradient always stops a run before the weights are touched; there is no switch for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from ..stack import Stack
+from .option import option, required
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary settings to train with, for a context the model was not made for. Names are those of Hugging Face's
+    rope_parameters. What is null stays as the model has it; a new rope_type starts afresh and takes over rope_theta only."""
+
+    rope_type: str | None = option(
+        None, "How frequencies are stretched.", choices=("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+    )
+    rope_theta: float | None = option(None, "Base of the frequencies; larger = slower turns = longer reach.", above=0)
+    factor: float | None = option(
+        None, "How much longer than the original length positions may get: context / original length.", above=0
+    )
+    original_max_position_embeddings: int | None = option(
+        None, "Length the model was trained with before any stretching.", unit="tokens", least=1
+    )
+    attention_factor: float | None = option(None, "yarn, longrope: multiplies cos and sin.", above=0)
+    beta_fast: float | None = option(None, "yarn: pairs with more turns than this stay as they are.", above=0)
+    beta_slow: float | None = option(None, "yarn: pairs with fewer turns than this are stretched in full.", above=0)
+    mscale: float | None = option(None, "yarn: weight in the scaling of cos and sin.")
+    mscale_all_dim: float | None = option(None, "yarn: weight the scaling is divided by.")
+    truncate: bool | None = option(None, "yarn: round the bounds of the ramp to whole pairs.")
+    low_freq_factor: float | None = option(None, "llama3: pairs with fewer turns are stretched in full.", above=0)
+    high_freq_factor: float | None = option(None, "llama3: pairs with more turns stay as they are.", above=0)
+    short_factor: tuple[float, ...] | None = option(None, "longrope: a divisor per pair up to the original length.")
+    long_factor: tuple[float, ...] | None = option(None, "longrope: a divisor per pair beyond it.")
+
+    def over(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's rope_parameters with these settings on top."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) is not None}
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        if self.rope_type not in (None, parameters.get("rope_type", "default")):
+            parameters = {name: value for name, value in parameters.items() if name == "rope_theta"}
+        return {**parameters, **given}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (PEFT) on a frozen base."""
+
+    rank: int = option(16, "Rank of each adapter.", least=1)
+    alpha: float = option(32.0, "Adapters are scaled by alpha / rank.", above=0)
+    dropout: float = option(0.0, "Must be 0: with dropout no result could be compared with the untouched model.")
+    targets: tuple[str, ...] = option(LINEARS, "Linear layers that get an adapter.")
+    merge_on_export: bool = option(False, "Export the base with adapters added in; false = a PEFT adapter folder.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Whose model it is."""
+
+    folder: str = required(
+        "A Hugging Face folder (config.json, safetensors, tokenizer), or the name of a preset such as tiny_llama. "
+        "Nothing is downloaded.",
+        path=True,
+    )
+    dtype: str = option(
+        "bf16", "What layers compute in; masters and optimizer states are fp32.", choices=("bf16", "fp32")
+    )
+    random_init: bool = option(False, "Start from random weights; only config.json of the folder is read.")
+    trust_remote_code: bool = option(False, "Let Python code that comes with the model run. Read that code first.")
+    rope: Rope | None = option(None, "Rotary settings to train with; null = the model's own.")  # noqa: RUF009
+    lora: Lora | None = option(None, "Train adapters instead of all weights; null = off.")  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which column of a record holds what."""
+
+    text: str = option("text", "Plain text.")
+    messages: str = option("messages", "A chat: a list of {role, content}.")
+    tokens: str = option("input_ids", "Token ids, for data that is tokenised already.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where documents come from. A plain text stands for {path: text}."""
+
+    SHORT: ClassVar[str] = "path"
+
+    path: str | None = option(None, "A file, a folder or a glob; for format datasets the dataset's name.", path=True)
+    synthetic: str | None = option(None, "A built-in source: recall (long-range look-up).", choices=("recall",))
+    format: str = option(
+        "auto", "auto = by file name.", choices=("auto", "jsonl", "parquet", "txt", "datasets", "tokens")
+    )
+    split: str | None = option(None, "For format datasets: the split; null = train.")
+    columns: Columns = field(default_factory=Columns)
+    chat: bool = option(
+        False, "Records are chats: apply the tokenizer's chat template, learn from assistant turns only."
+    )
+    weight: float = option(1.0, "Share of this source among all, relative to the other weights.", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What the model reads."""
+
+    context: int = required("Tokens in a row: the length trained at.", unit="tokens", least=2)
+    sources: tuple[Source, ...] = option((), "Where documents come from; `ithaca data pack` reads them.")
+    packed: str | None = option(None, "Folder that `ithaca data pack` writes and training reads.", path=True)
+    tokenizer: str | None = option(None, "Folder of the tokenizer; null = the model's folder.", path=True)
+    long_documents: str = option(
+        "split", "Documents longer than a row: cut into rows, left out (and counted), or refused.",
+        choices=("split", "drop", "error"),
+    )  # fmt: skip
+    eos: bool = option(True, "End every document with the tokenizer's end-of-sequence token.")
+    seed: int = option(0, "Of the order of rows, which depends on nothing else.", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions(Stack):
+    """The techniques of the run: the fields of ithaca.Stack. `stack: auto` lets ithaca choose them; giving any of them
+    switches auto off, and the others then have the defaults below."""
+
+    auto: bool = option(True, "Let ithaca choose; no other field but scratch may then be given.")
+    scratch: str | None = option(None, "Folder for store: disk; null = the system's temporary folder.", path=True)
+
+    @property
+    def chosen(self) -> Stack | None:
+        """The `Stack` that was asked for; None = choose one."""
+        return None if self.auto else Stack(**{each.name: getattr(self, each.name) for each in fields(Stack)})
+
+    @classmethod
+    def of(cls, stack: Stack, scratch: str | None = None) -> StackOptions:
+        """Options that ask for this stack, for writing down what auto became."""
+        return cls(**{each.name: getattr(stack, each.name) for each in fields(Stack)}, auto=False, scratch=scratch)
+
+    def violations(self, world: int | None = None) -> list[str]:
+        chosen = self.chosen
+        return [] if chosen is None else chosen.violations(world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How the weights change."""
+
+    steps: int = required("Optimizer steps of the whole run.", least=1)
+    rows: int = option(1, "Rows per optimizer step, over all ranks and accumulation.", least=1)
+    accumulation: int = option(1, "Micro-batches that a step's rows are split into, one after the other.", least=1)
+    optimizer: str = option(
+        "adamw", "adamw8bit holds its states in 8 bits (package torchao).", choices=("adamw", "adamw8bit")
+    )
+    offload_optimizer: bool = option(False, "Master weights and optimizer states wait in host memory.")
+    lr: float = option(1e-5, "Largest learning rate.", above=0)
+    min_lr: float = option(0.0, "Learning rate at the last step.", least=0)
+    schedule: str = option("cosine", "From lr to min_lr after the warm-up.", choices=("cosine", "linear", "constant"))
+    warmup: int | float = option(
+        0.05, "Steps of warm-up; a number below 1 with a point is a share of all steps.", least=0
+    )
+    weight_decay: float = option(0.1, "Of matrices; norms and biases have none.", least=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's averages of gradients and their squares.")
+    eps: float = option(1e-8, "AdamW's epsilon.", above=0)
+    clip: float | None = option(1.0, "Largest norm of the gradient over all parameters; null = off.", above=0)
+    z_loss: float = option(0.0, "Weight of the penalty on log²Z (PaLM); 0 = off.", least=0)
+    label_smoothing: float = option(0.0, "Share of the target spread over the vocabulary.", least=0, below=1)
+    seed: int = option(0, "Of random weights and adapters.", least=0)
+    deterministic: bool = option(False, "Same bits on every run of the same hardware and world size; slower.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the state of a run is written down. The end of a run always is."""
+
+    every: int | None = option(100, "Steps between checkpoints; null = only at the end.", least=1)
+    keep_last: int = option(2, "How many of the newest stay.", least=1)
+    keep_every: int | None = option(
+        None, "Of the others, those at multiples of so many steps stay; null = none.", least=1
+    )
+    asynchronous: bool = option(True, "Write while training goes on.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Loss on data that is not trained on."""
+
+    every: int | None = option(None, "Steps between evaluations; null = never.", least=1)
+    sources: tuple[Source, ...] = option((), "Where its documents come from.")
+    packed: str | None = option(None, "Folder of packed rows.", path=True)
+    rows: int = option(8, "Rows per evaluation.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What a run says. metrics.jsonl in the run folder is always written; a tracker that is down never stops a run."""
+
+    every: int = option(1, "Steps between lines.", least=1)
+    tensorboard: bool = option(False, "Also write TensorBoard events into the run folder.")
+    wandb: str | None = option(None, "Weights & Biases project to report to; null = off.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Where results go (docs/run_folder.md). The same folder again means: resume."""
+
+    name: str = option("run", "Name of the run. Without one: that of the file or recipe.")
+    folder: str = option("runs/run", "The run folder. Without one: runs/NAME.", path=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How processes start. Under torchrun or srun the command joins that job, and the job's numbers must agree."""
+
+    workers: int | None = option(None, "Processes per node, one per GPU; null = as many as there are GPUs.", least=1)
+    cpu: int | None = option(None, "Train on the CPU with so many processes (gloo).", least=1)
+    nodes: int = option(1, "Machines. More than one needs torchrun or srun.", least=1)
+    gpu_memory: int | None = option(
+        None, "Memory of a GPU that the run may use (80GB); null = all of it.", unit="bytes", above=0
+    )
+
+    @property
+    def world(self) -> int | None:
+        """Processes in all; None = depends on the machine."""
+        each = self.cpu or self.workers
+        return None if each is None else each * self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run. Paths are relative to the folder the command is started in; ~ is the home folder."""
+
+    description: str = option("", "One line about the run, for people.")
+    model: Model
+    data: Data
+    stack: StackOptions = field(default_factory=StackOptions)
+    train: Train
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    eval: Evaluate = field(default_factory=Evaluate)
+    log: Log = field(default_factory=Log)
+    run: Results = field(default_factory=Results)
+    launch: Launch = field(default_factory=Launch)

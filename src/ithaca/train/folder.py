@@ -1,0 +1,193 @@
+"""The run folder: where a run keeps what it makes. docs/run_folder.md is the contract; this is the only place with the names.
+
+Two things need care. Two runs in one folder would mix their checkpoints, so a run claims its folder with a lock that the
+operating system drops when the process dies: no stale locks to delete by hand. And status.json is read by others
+while it is written, so it is replaced as a whole: a reader sees the old one or the new one, never half of one.
+
+`flock` also works between machines on NFS (Linux 2.6.12 and later) and on Lustre mounted with `flock`; on a file system without
+locks the claim fails with the reason.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONTRACT = 1
+"""Version of the layout; in every status.json."""
+
+STATES = ("starting", "running", "saving", "stopped", "finished", "failed")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "path", Path(path))
+
+    @property
+    def config(self) -> Path:
+        """The resolved config: every field written out."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def status(self) -> Path:
+        """What the run is doing, or how it ended."""
+        return self.path / "status.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def create(self) -> None:
+        """Make the folder and those in it. What is there stays."""
+        for each in (self.path, self.checkpoints, self.logs):
+            try:
+                each.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise ValueError(
+                    f"{each} cannot be a folder: a file is in the way; choose another run.folder"
+                ) from None
+            except OSError as error:
+                raise ValueError(f"{each} cannot be made ({error.strerror}); choose another run.folder") from None
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise ValueError(f"{self.path} cannot be written; choose another run.folder, or change its permissions")
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the folder for one run. ValueError with host and pid if another run has it."""
+        self.create()
+        file = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                _lock(file)
+            except BlockingIOError:
+                raise ValueError(_in_use(self.path, file)) from None
+            except OSError as error:
+                raise ValueError(
+                    f"{self.path} cannot be locked ({error.strerror}); put run.folder on a file system with locks"
+                ) from None
+            holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": _now()}
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(holder).encode(), 0)
+            yield
+            os.ftruncate(file, 0)  # the file itself stays: removing it would let two runs lock two files of one name
+        finally:
+            os.close(file)  # drops the lock
+
+    def holder(self) -> dict[str, Any] | None:
+        """Who has the folder now, or None; {} if somebody has it but the name is not readable. Takes nothing."""
+        try:
+            file = os.open(self.lock, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            return _read_holder(file)
+        finally:
+            os.close(file)
+
+    def write_status(self, state: str, **about: Any) -> None:
+        """Replace status.json. about: step, steps, cause, exit_code, checkpoint, resume, ... (docs/run_folder.md)."""
+        assert state in STATES, f"{state} is not one of {STATES}"
+        status = {
+            "contract": CONTRACT,
+            "state": state,
+            "time": _now(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        write_atomically(self.status, json.dumps({**status, **about}, indent=1, ensure_ascii=False) + "\n")
+
+    def read_status(self) -> dict[str, Any] | None:
+        """The last status, or None if there is none yet."""
+        try:
+            found = json.loads(self.status.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise ValueError(f"{self.status} is not JSON; it was not written by ithaca: move it away") from None
+        if not isinstance(found, dict) or found.get("contract") != CONTRACT:
+            version = found.get("contract") if isinstance(found, dict) else None
+            raise ValueError(
+                f"{self.status} has contract version {version}, this ithaca knows {CONTRACT}; use the ithaca that made the "
+                "folder, or another run.folder"
+            )
+        return found
+
+
+def _lock(file: int) -> None:
+    """Take the lock, or raise BlockingIOError. `holder` holds it for an instant just to ask, so one refusal proves nothing."""
+    for _ in range(10):
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.02)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside, flush to disk, rename over. A crash leaves the old file or the new one."""
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(file, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fchmod(handle.fileno(), 0o644)  # mkstemp makes files that nobody else can read
+            os.fsync(handle.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _in_use(path: Path, file: int) -> str:
+    holder = _read_holder(file)
+    who = "another process"
+    if holder:
+        who = f"pid {holder.get('pid')} on {holder.get('host')} (started {holder.get('started')})"
+    return f"{path} is in use by {who}; wait for that run, stop it, or choose another run.folder"
+
+
+def _read_holder(file: int) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(os.pread(file, 4096, 0))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

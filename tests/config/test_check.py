@@ -1,0 +1,155 @@
+"""Settings that contradict each other, each with the values and a remedy; and what is not on the disk."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ithaca import Stack
+from ithaca.config import Config, StackOptions, missing, violations
+from ithaca.config.schema import (
+    Checkpoint,
+    Data,
+    Evaluate,
+    Launch,
+    Log,
+    Lora,
+    Model,
+    Results,
+    Rope,
+    Source,
+    Train,
+)
+
+GOOD = Config(
+    model=Model(folder="x"),
+    data=Data(context=2048, sources=(Source(path="a.jsonl"),)),
+    train=Train(steps=100),
+)
+
+
+def with_(section: str, **changes: Any) -> Config:
+    return replace(GOOD, **{section: replace(getattr(GOOD, section), **changes)})
+
+
+def test_a_good_one():
+    assert violations(GOOD) == []
+
+
+EIGHT = dict(launch=Launch(workers=4, nodes=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (with_("train", warmup=100), "train.warmup=100 must be less than train.steps=100"),
+        (with_("train", warmup=1.0), "train.warmup=1.0 is neither a number of steps (10) nor a share of them"),
+        (with_("train", warmup=-1), "train.warmup=-1 must be at least 0"),
+        (with_("train", steps=0, warmup=0.0), "train.steps=0 must be at least 1"),
+        (with_("train", rows=4, accumulation=3), "train.accumulation=3 does not divide train.rows=4"),
+        (with_("train", accumulation=0), "train.accumulation=0 must be at least 1"),
+        (with_("train", lr=0.0), "train.lr=0.0 must be above 0"),
+        (with_("train", lr=1e-6, min_lr=1e-5), "train.min_lr=1e-05 is above train.lr=1e-06"),
+        (with_("train", betas=(0.9, 1.0)), "train.betas=[0.9, 1.0] must both be at least 0 and below 1"),
+        (with_("train", label_smoothing=1.0), "train.label_smoothing=1.0 must be below 1"),
+        (with_("train", z_loss=-1.0), "train.z_loss=-1.0 must be at least 0"),
+        (with_("train", clip=0.0), "train.clip=0.0 must be above 0"),
+        (with_("train", schedule="cosin"), "train.schedule='cosin' must be one of cosine, linear, constant"),
+        (with_("data", context=1), "data.context=1 must be at least 2"),
+        (with_("data", sources=()), "there is nothing to train on"),
+        (with_("data", sources=(Source(),)), "data.sources[0] has neither path nor synthetic"),
+        (with_("data", sources=(Source(path="a", synthetic="recall"),)), "data.sources[0] has both path and synthetic"),
+        (with_("data", sources=(Source(path="a", weight=0.0),)), "data.sources[0].weight=0.0 must be above 0"),
+        (with_("model", folder=""), "model.folder is empty"),
+        (with_("model", lora=Lora(), random_init=True), "model.random_init makes that base noise"),
+        (with_("model", lora=Lora(dropout=0.1)), "model.lora.dropout=0.1 must be 0"),
+        (with_("model", lora=Lora(targets=())), "model.lora.targets is empty"),
+        (with_("model", lora=Lora(rank=0)), "model.lora.rank=0 must be at least 1"),
+        (with_("model", rope=Rope(rope_type="yarn")), "also needs model.rope.factor and model.rope.original_max_position"),
+        (with_("model", rope=Rope(factor=-2.0)), "model.rope.factor=-2.0 must be above 0"),
+        (replace(GOOD, checkpoint=Checkpoint(keep_last=0)), "checkpoint.keep_last=0 must be at least 1"),
+        (replace(GOOD, checkpoint=Checkpoint(every=10, keep_every=15)), "make it a multiple of checkpoint.every=10"),
+        (replace(GOOD, checkpoint=Checkpoint(every=None, keep_every=15)), "give checkpoint.every too"),
+        (replace(GOOD, eval=Evaluate(every=5)), "eval.every=5 has no data"),
+        (replace(GOOD, log=Log(every=0)), "log.every=0 must be at least 1"),
+        (replace(GOOD, run=Results(name="a/b")), "run.name='a/b' must be a plain name"),
+        (replace(GOOD, run=Results(folder="")), "run.folder is empty"),
+        (replace(GOOD, launch=Launch(cpu=2, workers=2)), "launch.cpu and launch.workers are both given"),
+        (replace(GOOD, stack=StackOptions(ulysses=2)), "stack.ulysses cannot be given with auto: true"),
+        (replace(GOOD, stack=StackOptions.of(Stack(ring=0))), "stack.ring=0 must be at least 1"),
+        (replace(GOOD, stack=StackOptions.of(Stack(ulysses=3)), **EIGHT), "stack: the world size 8 is not a multiple of"),
+        (replace(GOOD, stack=StackOptions.of(Stack(ulysses=4)), **EIGHT), "8 processes with ulysses × ring = 4 make 2 data"),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_work(config: Config, words: str):
+    (only,) = violations(config)
+    assert words in only
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (with_("train", steps="5"), "train.steps='5' must be a whole number"),
+        (with_("train", steps=True), "train.steps=True must be a whole number"),
+        (with_("train", lr=None), "train.lr=None must be a number"),
+        (with_("train", betas=[0.9, 0.95]), "train.betas=[0.9, 0.95] must be a list of 2 numbers"),
+        (with_("data", sources=("a",)), "data.sources=('a',) must be a list of sections"),
+        (with_("data", sources=(Source(chat=1),)), "data.sources[0].chat=1 must be true or false"),  # pyright: ignore
+        (replace(GOOD, log=None), "log=None must be a section"),  # pyright: ignore
+        (replace(GOOD, stack=StackOptions.of(Stack(tile="x"))), "stack.tile='x' must be a whole number or None"),  # pyright: ignore
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_config_made_in_python_with_wrong_types(config: Config, words: str):
+    (only,) = violations(config)
+    assert words in only
+
+
+def test_what_is_not_on_the_disk(tmp_path: Path):
+    model = tmp_path / "model"
+    config = Config(
+        model=Model(folder=str(model)),
+        data=Data(
+            context=64, packed=str(tmp_path / "packed"), tokenizer=str(tmp_path / "tok"),
+            sources=(Source(path=str(tmp_path / "*.jsonl")), Source(synthetic="recall"), Source(path="hub/x", format="datasets")),
+        ),
+        train=Train(steps=10),
+        stack=StackOptions(scratch=str(tmp_path / "scratch")),
+    )  # fmt: skip
+    found = missing(config, presets=["tiny_llama"])
+    assert len(found) == 5
+    for words, line in zip(
+        ("is not a folder; name a Hugging Face folder, or one of tiny_llama", "data.tokenizer", "ithaca data pack",
+         "data.sources[0].path", "stack.scratch"),
+        found, strict=True,
+    ):  # fmt: skip
+        assert words in line
+    for name in ("model", "packed", "tok", "scratch"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    assert missing(config) == [
+        f"model.folder={str(model)!r} has no config.json; name a Hugging Face folder. Nothing is downloaded"
+    ]
+    (model / "config.json").write_text("{}")
+    assert missing(config) == []
+    assert missing(replace(config, model=Model(folder="tiny_llama")), presets=["tiny_llama"]) == []
+
+
+def test_the_stack_of_the_config_is_the_stack_of_the_library():
+    stack = Stack(ulysses=4, ring=2, recompute=("layer", "keep_attention"), store="disk")
+    assert StackOptions.of(stack, scratch="/x").chosen == stack
+    assert {each.name for each in fields(StackOptions)} == {each.name for each in fields(Stack)} | {"auto", "scratch"}
+
+
+def test_rotary_settings_lie_over_the_models():
+    theirs = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    assert Rope(factor=16.0).over(theirs) == {**theirs, "factor": 16.0}
+    yarn = Rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=8192).over(theirs)
+    assert yarn == {
+        "rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192
+    }  # fmt: skip
+    assert Rope(long_factor=(1.0, 2.0)).over({})["long_factor"] == [1.0, 2.0]
