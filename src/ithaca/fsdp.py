@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .mesh import Mesh
 from .model.adapter import Decoder
@@ -27,7 +27,9 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, *, compute: torch.dtype, reshard: b
     if mesh.parameters is None:
         return
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_wide(compute), cast_forward_inputs=False)
-    options = {"mesh": mesh.parameters, "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": mesh.parameters, "mp_policy": policy}
+    if mesh.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
     groups: list[nn.Module] = [layer.module for layer in decoder.layers]
     if not decoder.tied:
         groups += [decoder.embedding, decoder.head]

@@ -35,6 +35,12 @@ class Mesh:
     ring: Group
     data: Group  # replicas and data-parallel shards together: who holds which batch rows
     parameters: DeviceMesh | None  # what FSDP2 shards (and replicates) over; None: parameters stay whole
+    offload: bool = False  # shards, their gradients and optimizer states wait in host memory
+
+    @property
+    def home(self) -> torch.device:
+        """Where shards of parameters live."""
+        return torch.device("cpu") if self.offload else self.device
 
     def agree(self, error: str | None) -> None:
         """Raise on every rank if any rank has an error: a rank that stops alone leaves the others hanging."""
@@ -50,8 +56,15 @@ class Mesh:
             raise ValueError(message if self.world.size == 1 else f"rank {rank}: {message}{more}")
 
 
-def build_mesh(stack: Stack, device: torch.device) -> Mesh:
+def build_mesh(stack: Stack, device: torch.device, offload: bool = False) -> Mesh:
     """Lay the world out for `stack`. Without a process group the world is this one process."""
+    if offload and (device.type != "cuda" or not stack.shard_parameters):
+        why = (
+            "there is no GPU to offload from"
+            if device.type != "cuda"
+            else "shard_parameters=False keeps them whole there"
+        )
+        raise ValueError(f"offload_parameters=True moves parameters from the GPU to the host, but {why}; switch it off")
     world = dist.get_world_size() if dist.is_initialized() else 1
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > 1 and not dist.is_initialized():
@@ -80,6 +93,7 @@ def build_mesh(stack: Stack, device: torch.device) -> Mesh:
         ring=_axis(mesh, "ring"),
         data=data,
         parameters=_parameter_mesh(mesh, stack),
+        offload=offload,
     )
 
 

@@ -27,6 +27,7 @@ def prepare(
     dtype: torch.dtype | None = None,
     scratch: str | Path | None = None,
     weights: str | Path | None = None,
+    offload_parameters: bool = False,
 ) -> Run:
     """Apply a stack to a Hugging Face decoder, in place.
 
@@ -35,13 +36,14 @@ def prepare(
     dtype: compute dtype; default bf16 on CUDA with fp32 master weights, and the model's own dtype elsewhere.
     scratch: folder for store="disk"; default is the system's temporary folder.
     weights: folder with safetensors, for a model on the meta device: every rank reads its own shards only.
+    offload_parameters: shards of parameters, gradients and optimizer states wait in host memory (FSDP2's CPU offload).
     """
     stack = stack or Stack()
     decoder = read_model(model)
     _check_layers(stack, decoder)
     _check_weights(model, weights)
     device = _device(model, device)
-    mesh = build_mesh(stack, device)
+    mesh = build_mesh(stack, device, offload_parameters)
     compute = dtype or _compute_dtype(decoder, stack, device)
     _check_dtype(model, mesh, compute)
     error, store = None, None

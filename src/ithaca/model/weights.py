@@ -36,7 +36,7 @@ def fill_from_folder(decoder: Decoder, folder: Path, mesh: Mesh) -> None:
     except (ValueError, OSError, SafetensorError) as problem:
         error = str(problem)
     mesh.agree(error)
-    model.to_empty(device=mesh.device)
+    model.to_empty(device=mesh.home)
     if decoder.tied:
         model.tie_weights()
     try:
