@@ -31,6 +31,7 @@ from .mesh import Mesh
 from .model.adapter import Decoder, Layer
 from .model.norm import apply_norm
 from .model.projection import bind_linear
+from .model.rope import Positions
 from .request import Request
 from .stack import Stack, require
 
@@ -163,13 +164,15 @@ class Run:
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Embedding and layers. -> x before the final norm, router sums of each layer"""
         x = self.decoder.embedding(batch.input_ids)
-        ropes = {
-            kind: self.decoder.rope(kind, batch.longest) for kind in {layer.rope_type for layer in self.decoder.layers}
+        wide = torch.promote_types(x.dtype, torch.float32) if self.decoder.family.wide_rope else x.dtype
+        places = {
+            kind: Positions(self.decoder.rope(kind, batch.longest), batch.positions, wide)
+            for kind in {layer.rope_type for layer in self.decoder.layers}
         }
         self._reserve(x)
         routing = []
         for layer in self.decoder.layers:
-            call = self._layer_call(layer, ropes[layer.rope_type], batch, x)
+            call = self._layer_call(layer, places[layer.rope_type], batch, x)
             x, *sums = layer.module(x, Request(lambda x, call=call: run_layer(x, call)))
             if self.stack.store != "gpu" and torch.is_grad_enabled() and call.learn and not call.stored:
                 raise RuntimeError(
@@ -181,7 +184,7 @@ class Run:
                 routing.append(tuple(sums))
         return x, routing
 
-    def _layer_call(self, layer: Layer, rope, batch: Batch, x: Tensor) -> LayerCall:
+    def _layer_call(self, layer: Layer, positions: Positions, batch: Batch, x: Tensor) -> LayerCall:
         projector = layer.projector
         kernel = self.kernels.resolve(Need(x.device, x.dtype, projector.head_dim, layer.window is not None))
         shape = Shape(x.shape[0], x.shape[1], projector.heads, projector.kv_heads, projector.head_dim)
@@ -197,8 +200,7 @@ class Run:
         return LayerCall(
             layer=layer,
             attention=attention,
-            rope=rope,
-            positions=batch.positions,
+            positions=positions,
             tile=self.stack.tile,
             recompute=self.stack.recompute_of(layer.index),
             # backward begins with the last layer: what it keeps is wanted again at once

@@ -12,7 +12,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+import ithaca.model.rope
 from ithaca.model.rope import Rope, check_against, rope_for, rotate
+
+from ..contract.tiny import prepared, tokens
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -336,3 +339,28 @@ def test_device_copy_is_made_once():
     copy = rope._copies[torch.device("meta")]
     rope.cos_sin(torch.arange(3), torch.float32, torch.device("meta"))
     assert rope._copies == {torch.device("meta"): copy} and copy is rope._copies[torch.device("meta")]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_holds_what_tiles_compute(rows, dtype, monkeypatch):
+    positions = torch.stack([torch.arange(100) + 4_999_900 * row for row in range(rows)])
+    rope = ithaca.model.rope.Rope(torch.tensor([1.0, 0.1, 1e-3], dtype=torch.float64), 1.1)
+    kept = ithaca.model.rope.Positions(rope, positions, dtype, tile=7)
+    monkeypatch.setattr(ithaca.model.rope, "TABLE_BYTES", 0)
+    fresh = ithaca.model.rope.Positions(rope, positions, dtype)
+    assert kept.table is not None and fresh.table is None
+    for tile in (slice(0, 100), slice(13, 14), slice(90, 100)):
+        for mine, theirs in zip(kept.cos_sin(tile), fresh.cos_sin(tile), strict=True):
+            assert mine.dtype == dtype and mine.shape == (rows, tile.stop - tile.start, 6) and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("engine", ["composed", "streamed"])
+def test_without_a_table_the_gradients_are_the_same(engine, monkeypatch):
+    found = []
+    for limit in (2**27, 0):
+        monkeypatch.setattr(ithaca.model.rope, "TABLE_BYTES", limit)
+        run = prepared("llama3", tile=5, heads_per_stage=2, engine=engine, shard_parameters=False)
+        run.loss(run.shard(tokens(2, 48), documents=[[20, 28], [48]])).backward()
+        found.append([p.grad for p in run.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..activations.store import Store
 from ..attention.stages import StagedAttention
 from ..model.adapter import Layer
-from ..model.rope import Rope
+from ..model.rope import Positions
 
 # A stage projects a few heads from a tile: little work and little memory per token, so its tiles are longer than those of the MLP,
 # or launching the kernels would take longer than running them.
@@ -22,8 +22,7 @@ class LayerCall:
 
     layer: Layer
     attention: StagedAttention
-    rope: Rope
-    positions: Tensor  # [B or 1, s]
+    positions: Positions
     tile: int | None
     recompute: str
     store: Store

@@ -129,7 +129,7 @@ class StreamedSource(TokenSource):
 
     def add_dh(self, tile: slice, grad: Tensor) -> None:
         if self.dh is None:
-            self.dh = grad.new_zeros(grad.shape[0], self.call.positions.shape[1], grad.shape[2])
+            self.dh = grad.new_zeros(grad.shape[0], self.call.attention.shape.tokens, grad.shape[2])
         self.dh[:, tile] += grad
 
 

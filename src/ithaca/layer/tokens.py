@@ -118,8 +118,7 @@ class TokenSource:
             return self._norm(x)
 
     def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
-        wide = torch.promote_types(h.dtype, torch.float32) if self.call.layer.family.wide_rope else h.dtype
-        rope = self.call.rope.cos_sin(self.call.positions[:, tile], wide, h.device)
+        rope = self.call.positions.cos_sin(tile)
         return {name: project(bound, h, None if name == "v" else rope) for name, bound in bounds.items()}
 
     def _bind(self, heads: dict[str, list[int]]) -> dict[str, Bound]:
@@ -163,7 +162,7 @@ class TokenSource:
             # every stage adds to this one: in fp32, or the sum would lose what the parts had
             rows, _, width = grad.shape
             wide = torch.promote_types(grad.dtype, torch.float32)
-            self.dh = torch.zeros(rows, self.call.positions.shape[1], width, dtype=wide, device=grad.device)
+            self.dh = torch.zeros(rows, self.call.attention.shape.tokens, width, dtype=wide, device=grad.device)
         self.dh[:, tile] += grad
 
     def finish(self, dx: Tensor) -> None:

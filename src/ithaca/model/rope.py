@@ -68,6 +68,29 @@ class Rope:
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
+TABLE_BYTES = 2**27  # cos and sin of all tokens of a rank are kept up to this size: 256K tokens of heads of 128 in bf16
+
+
+class Positions:
+    """cos and sin for the tokens of a batch, tile by tile. Every layer, stage and pass asks for the same ones, so they are computed
+    once where they are small; at millions of tokens each tile computes its own."""
+
+    def __init__(self, rope: Rope, positions: Tensor, dtype: torch.dtype, tile: int = 2**14) -> None:
+        self.rope, self.positions, self.dtype = rope, positions, dtype
+        self.table: tuple[Tensor, Tensor] | None = None
+        width = 2 * len(rope.inv_freq)
+        if 2 * positions.numel() * width * dtype.itemsize <= TABLE_BYTES:
+            parts = [rope.cos_sin(part, dtype, positions.device) for part in positions.split(tile, dim=-1)]
+            cos, sin = zip(*parts, strict=True)
+            self.table = torch.cat(cos, dim=-2), torch.cat(sin, dim=-2)
+
+    def cos_sin(self, tile: slice) -> tuple[Tensor, Tensor]:
+        """[B or 1, t, D] each."""
+        if self.table is not None:
+            return self.table[0][:, tile], self.table[1][:, tile]
+        return self.rope.cos_sin(self.positions[:, tile], self.dtype, self.positions.device)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [..., D] by cos and sin that broadcast against it. Bit for bit what transformers does to q and to k."""
     first, second = x.chunk(2, dim=-1)
