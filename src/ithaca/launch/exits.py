@@ -1,0 +1,35 @@
+"""Exit codes of a run (docs/run_folder.md), and which one an exception stands for."""
+
+from __future__ import annotations
+
+DONE = 0
+CONFIG = 2
+DATA = 3
+CHECKPOINT = 4
+MEMORY = 5
+NOT_FINITE = 6
+HANG = 7
+LOST = 8
+STOPPED = 75  # stopped from outside and saved; EX_TEMPFAIL, which schedulers read as "try again"
+
+TABLE = (DONE, CONFIG, DATA, CHECKPOINT, MEMORY, NOT_FINITE, HANG, LOST, STOPPED)
+
+
+def code_of(error: BaseException) -> int:
+    """The code for an exception that nobody caught. 1 says no more than that: Python's own."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    own = getattr(error, "exit_code", None)
+    if isinstance(own, int):
+        return own
+    if isinstance(error, KeyboardInterrupt):
+        return 130  # 128 + SIGINT, as shells do
+    if isinstance(error, TimeoutError):
+        return HANG
+    if isinstance(error, ConnectionError):
+        return LOST
+    if isinstance(error, ValueError | OSError):  # how ithaca says that a request cannot be carried out
+        return CONFIG
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
+        return MEMORY
+    return 1

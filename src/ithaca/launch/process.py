@@ -1,0 +1,121 @@
+"""The parts of the local launcher that deal with the operating system: processes, pipes, signals, cores."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from . import exits
+from .cause import End, read_report
+from .environment import LAUNCHER
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass
+class Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    report: int
+    log: Path
+    log_start: int
+    end: End | None = None
+
+    def look(self) -> bool:
+        """Has it ended just now? If so, end what it left behind."""
+        pid = self.process.pid
+        if self.end or not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return False
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # before it is reaped: until then nobody else can have its number
+        status = self.process.wait()
+        self.end = End(self.rank, pid, status, self.log, failure=read_report(self.report))
+        return True
+
+    def send(self, number: int, children: bool = False) -> None:
+        if self.end is None:
+            with suppress(ProcessLookupError, PermissionError):
+                (os.killpg if children else os.kill)(self.process.pid, number)
+
+
+@dataclass
+class Copy:
+    """From a pipe of rank 0 to the terminal and to its log."""
+
+    source: IO[bytes]
+    terminal: int | None
+    log: int
+
+    def once(self, only_if_there: bool = False) -> bool:
+        """Copy what is there. False at the end of the pipe, or when there is nothing and only_if_there."""
+        try:
+            data = os.read(self.source.fileno(), 65536)
+        except BlockingIOError:
+            return not only_if_there
+        except OSError:
+            data = b""
+        if not data:
+            return False
+        with suppress(OSError):  # a full disk: the run will meet it where it matters
+            os.write(self.log, data)
+        while data and self.terminal is not None:
+            try:
+                data = data[os.write(self.terminal, data) :]
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # `| head` has gone home; training goes on
+                self.terminal = None
+        return True
+
+    def close(self) -> None:
+        self.source.close()
+        os.close(self.log)
+
+
+@contextmanager
+def catch_signals(numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Collect signals instead of dying of them. One that is ignored stays so: nohup, a background job."""
+    arrived: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def tie_to_launcher(environ: Mapping[str, str]) -> None:
+    """In a worker: die with the launcher, however it dies."""
+    launcher = int(environ[LAUNCHER])
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it died before we asked
+        os._exit(exits.LOST)
+
+
+def say(text: str) -> None:
+    """To the user. A terminal that was closed must not end a run that is just about to save."""
+    with suppress(OSError, ValueError):
+        print(f"ithaca: {text}", file=sys.stderr, flush=True)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: by affinity, and by the quota of a container."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))  # "max" is no number: no quota
+    return cores
