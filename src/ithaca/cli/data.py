@@ -1,0 +1,256 @@
+"""`ithaca data pack | inspect`: text to packed tokens, and a look at them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_PACK = """\
+Turns documents into token ids on disk, in parallel, before any training starts. Packing the same again does nothing;
+packing something else into the same folder is refused.
+
+FILES are files, folders or globs of .jsonl, .parquet, .txt or .npy, a saved Hugging Face dataset, or hf:OWNER/NAME.
+What a record is follows from its columns: text; messages (a chat); prompt and completion; input_ids. Or give a run's
+YAML file, whose data section says all this.
+
+examples:
+  ithaca data pack books/ --tokenizer ./Llama-3.1-8B --out packed
+  ithaca data pack 'logs/*.jsonl' --column text=body --tokenizer ./Llama-3.1-8B --out packed
+  ithaca data pack chats.parquet --tokenizer ./Qwen3-8B --chat-template training.jinja --out packed
+  ithaca data pack ids.npy --vocabulary 128256 --out packed
+  ithaca data pack run.yaml
+"""
+_INSPECT = """\
+Shows what a packed folder holds: documents, lengths, what becomes of them at a context length, and a sample.
+
+examples:
+  ithaca data inspect packed --context 1M
+  ithaca data inspect packed --context 128K --long-documents drop --json
+"""
+
+
+def add_data(verbs: Any) -> None:
+    parser = verbs.add_parser("data", help="pack documents into tokens on disk, and look at them")
+    parser.set_defaults(traceback=False)
+    actions = parser.add_subparsers(dest="action", metavar="pack | inspect", required=True)
+    raw = argparse.RawDescriptionHelpFormatter
+    pack = actions.add_parser("pack", help="tokenise documents", description=_PACK, formatter_class=raw)
+    pack.set_defaults(run=run_pack)
+    pack.add_argument("files", nargs="+", metavar="FILES", help="what to pack, or the YAML file of a run")
+    pack.add_argument("--out", help="folder to make (default with a YAML file: its data.packed)")
+    pack.add_argument("--tokenizer", help="folder of the tokenizer (default with a YAML file: what it says)")
+    pack.add_argument("--format", default="auto", help="jsonl, parquet, txt, tokens or datasets (default: by name)")
+    pack.add_argument("--kind", help="text, chat, completion or tokens (default: by the columns)")
+    pack.add_argument(
+        "--column", action="append", default=[], metavar="NAME=COLUMN", help="what a column is called in the data"
+    )
+    pack.add_argument("--split", help="split of a Hugging Face dataset (default: train)")
+    pack.add_argument("--vocabulary", type=int, metavar="N", help="for token ids without a tokenizer: ids are 0 to N-1")
+    pack.add_argument(
+        "--eos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="end documents with the end token (default: on)",
+    )
+    pack.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    pack.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    pack.add_argument(
+        "--context", metavar="N", help="also say what becomes of the documents at this length, such as 1M"
+    )
+    pack.add_argument("--force", action="store_true", help="replace the folder if it holds something else")
+    _common(pack)
+
+    inspect = actions.add_parser("inspect", help="show a packed folder", description=_INSPECT, formatter_class=raw)
+    inspect.set_defaults(run=run_inspect)
+    inspect.add_argument("folder", help="a packed folder")
+    inspect.add_argument("--context", metavar="N", help="tokens in a row, such as 128K or 1M")
+    inspect.add_argument("--long-documents", default="split", help="split, drop or error (default: split)")
+    inspect.add_argument(
+        "--tokenizer", help="folder of a tokenizer to decode with (default: the one it was packed with)"
+    )
+    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default %(default)s)")
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    _common(inspect)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+
+
+# pack
+
+
+def run_pack(options: argparse.Namespace) -> int:
+    from ..data.pack import pack
+    from ..data.report import describe, plan_words, rows_at, summary
+
+    request = _from_config(options) if _is_config(options.files) else _from_flags(options)
+    context, policy, seed = request.pop("plan")
+    notes: list[str] = []
+    packed = pack(**request, workers=options.workers, force=options.force, quiet=options.json, say=notes.append)
+    plans = [] if context is None else rows_at(packed, context, policy, seed, keep=True)
+    if options.json:
+        print(json.dumps({**describe(packed), "reused": bool(notes), "rows": plans}, indent=1, ensure_ascii=False))
+        return 0
+    lines = notes + summary(packed)
+    for plan in plans:
+        lines += plan_words(plan["source"], plan["context"], _counts(plan), policy)
+    print("\n".join(lines))
+    return 0
+
+
+def _is_config(files: list[str]) -> bool:
+    return len(files) == 1 and Path(files[0]).suffix.lower() in (".yaml", ".yml")
+
+
+def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
+    from ..config.sizes import parse_tokens
+    from ..data.source import Source
+
+    if not options.out:
+        raise ValueError("no folder to write to was given; add --out FOLDER")
+    columns = {}
+    for each in options.column:
+        name, sign, column = each.partition("=")
+        if not (name and sign and column):
+            raise ValueError(f"--column {each!r} must be NAME=COLUMN, such as text=body")
+        columns[name] = column
+    template = options.chat_template
+    return {
+        "sources": [Source(path, options.format, columns, options.kind, options.split) for path in options.files],
+        "out": options.out,
+        "tokenizer": options.tokenizer,
+        "vocabulary": options.vocabulary,
+        "eos": options.eos is not False,
+        "chat_template": None if template is None else Path(template).read_text(),
+        "plan": (None if options.context is None else parse_tokens(options.context), "split", 0),
+    }
+
+
+def _from_config(options: argparse.Namespace) -> dict[str, Any]:
+    from ..config import load
+    from ..config.sizes import parse_tokens
+    from ..data.source import sources_of
+
+    config = load(options.files[0]).config
+    sources, data = sources_of(config.data.sources), config.data
+    out = options.out or data.packed
+    if not sources:
+        raise ValueError(f"{options.files[0]} names nothing to pack; give data.sources with a path")
+    if not out:
+        raise ValueError(f"{options.files[0]} does not say where to; give data.packed, or --out FOLDER")
+    for flag in ("kind", "split", "column"):
+        if getattr(options, flag):
+            raise ValueError(f"--{flag} is for files; with a YAML file it belongs to data.sources")
+    template = options.chat_template
+    return {
+        "sources": sources,
+        "out": out,
+        "tokenizer": options.tokenizer or data.tokenizer or config.model.folder,
+        "vocabulary": options.vocabulary,
+        "eos": data.eos if options.eos is None else options.eos,
+        "chat_template": None if template is None else Path(template).read_text(),
+        "plan": (parse_tokens(options.context) if options.context else data.context, data.long_documents, data.seed),
+    }
+
+
+def _counts(plan: dict[str, Any]) -> Any:
+    from dataclasses import fields
+
+    from ..data.plan import Counts
+
+    return Counts(**{each.name: plan[each.name] for each in fields(Counts)})
+
+
+# inspect
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    from ..config.sizes import parse_tokens
+    from ..data.folder import Packed
+    from ..data.report import describe, rows_at, sample
+
+    packed = Packed(options.folder)
+    if options.verify:
+        packed.verify()
+    about = describe(packed)
+    if options.context is not None:
+        about["rows"] = rows_at(packed, parse_tokens(options.context), options.long_documents)
+    about["sample"] = (
+        sample(packed, _decoder(packed, options.tokenizer), options.samples) if options.samples > 0 else []
+    )
+    if options.json:
+        print(json.dumps({**about, "verified": options.verify}, indent=1, ensure_ascii=False))
+    else:
+        _print(about, options)
+    return 0
+
+
+def _decoder(packed: Any, folder: str | None) -> Any:
+    """A tokenizer for the sample: one that was given, and fits, or the one in the folder."""
+    from ..data.tokenizer import check_tokenizer, load_tokenizer
+
+    if folder is not None:
+        tokenizer = load_tokenizer(folder)
+        check_tokenizer(packed, tokenizer, folder)
+        return tokenizer
+    own = packed.folder / "tokenizer"
+    return load_tokenizer(own) if own.is_dir() else None
+
+
+def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..data.report import dropped_words, plan_words
+
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(
+        f"{escape(about['folder'])}: {about['documents']:,} documents, {about['tokens']:,} tokens, {about['supervised']:,} of them "
+        f"supervised; vocabulary {about['vocabulary']:,} ({about['dtype']}), {about['bytes'] / 1e6:,.1f} MB"
+        + (", checksums are right" if options.verify else "")
+    )
+    for source in about["sources"]:
+        dropped = dropped_words(source["dropped"])
+        console.print(
+            f"  {escape(source['name'])}: {source['kind']}, {source['documents']:,} documents, {source['tokens']:,} tokens"
+            + (f"; left out: {dropped}" if dropped else "")
+        )
+    lengths = about["lengths"]
+    shares = ", ".join(f"{float(share):.0%} {value:,}" for share, value in lengths["quantiles"].items())
+    console.print(
+        f"tokens in a document: shortest {lengths['shortest']:,}, {shares}, longest {lengths['longest']:,}, "
+        f"mean {lengths['mean']:,.1f}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in ("length from", "documents", "tokens"):
+        table.add_column(column, justify="right")
+    table.add_column("share of the tokens")
+    most = max(bucket["tokens"] for bucket in about["histogram"])
+    for bucket in about["histogram"]:
+        bar = "█" * round(40 * bucket["tokens"] / most)
+        share = bucket["tokens"] / about["tokens"]
+        table.add_row(f"{bucket['from']:,}", f"{bucket['documents']:,}", f"{bucket['tokens']:,}", f"{bar} {share:.1%}")
+    console.print(table)
+    for plan in about.get("rows", []):
+        for line in plan_words(plan["source"], plan["context"], _counts(plan), options.long_documents):
+            console.print(line, markup=False)
+    for each in about["sample"]:
+        whole = each["shown"] == each["tokens"]
+        first = "" if whole else f", the first {each['shown']:,}"
+        console.print(f"── document {each['document']:,}: {each['tokens']:,} tokens{first} ──")
+        marked = not all(part["supervised"] for part in each["parts"])
+        text = "".join(_marked(part, marked) for part in each["parts"])
+        console.print(text + ("" if whole else " …"), markup=False, soft_wrap=True)
+    if any(not part["supervised"] for each in about["sample"] for part in each["parts"]):
+        console.print("⟦ ⟧ = supervised", markup=False)
+
+
+def _marked(part: dict[str, Any], marked: bool) -> str:
+    text = " ".join(map(str, part["ids"])) + " " if part["text"] is None else part["text"]
+    return f"⟦{text}⟧" if marked and part["supervised"] else text

@@ -1,0 +1,109 @@
+"""From rows to an `ithaca.Batch`, without any rank holding a row.
+
+`shard_batch` cuts a global [B, S] tensor that every rank has in memory. Here there is no such tensor: a rank reads the
+tokens it holds (one contiguous range per chunk of the layout) and takes the rest, document lengths and counts, from the
+row plan. The result is the same batch, field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ..activations.loss import IGNORE
+from ..batch import Batch
+from ..mesh import Mesh
+from ..sequence import Layout
+from ..stack import Stack
+from .rows import RowSource, positions_of
+
+
+def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: Stack, vocabulary: int) -> Batch:
+    """This rank's slice of the batch of the rows `indices`, the same list on every rank.
+
+    With a `Stream` the indices are global sample indices. Where every row is one single document the batch has no document
+    bounds, which attention can use: one call for all rows.
+    """
+    indices = list(indices)
+    if not indices or len(indices) % mesh.data.size:
+        raise ValueError(
+            f"a batch of {len(indices)} rows cannot be split over {mesh.data.size} data-parallel groups; use a multiple "
+            f"of {mesh.data.size}, or raise ulysses or ring so that fewer groups are left"
+        )
+    length = rows.context
+    documents = [rows.documents(index) for index in indices]
+    supervised = sum(rows.supervised(index) for index in indices)
+    if supervised == 0:
+        raise ValueError(
+            f"no token of rows {indices} of {rows.name} is supervised: the loss would be 0/0; leave such rows out"
+        )
+    layout = Layout(length, stack.ulysses, stack.ring)
+    each = len(indices) // mesh.data.size
+    own = slice(mesh.data.rank * each, (mesh.data.rank + 1) * each)
+    whole = all(len(lengths) == 1 for lengths in documents)
+    ids, labels, places = [], [], []
+    for index, lengths in zip(indices[own], documents[own], strict=True):
+        tokens, targets, place = _read(rows, index, lengths, layout, mesh, restart=not whole)
+        _check(tokens, rows, index, vocabulary)
+        ids.append(tokens)
+        labels.append(targets)
+        places.append(place)
+    held = list(held_ranges(layout, mesh.ring.rank, mesh.ulysses.rank))
+    valid = None
+    if any(stop > length for _, stop in held):
+        real = torch.cat([torch.arange(start, stop) < length for start, stop in held])
+        valid = real.to(mesh.device).expand(each, -1)
+
+    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.stack(parts)).to(mesh.device)
+
+    return Batch(
+        input_ids=tensor(ids),
+        labels=tensor(labels),
+        positions=tensor(places[:1] if whole else places),
+        valid=valid,
+        layout=layout,
+        documents=None if whole else documents[own],
+        longest=max(max(lengths) for lengths in documents),
+        supervised=supervised,
+        tokens=len(indices) * length,
+    )
+
+
+def held_ranges(layout: Layout, ring_rank: int, ulysses_rank: int) -> Iterator[tuple[int, int]]:
+    """The token ranges of one rank, in order: `Layout.tokens` without making a list of every token."""
+    first, last = ulysses_rank * layout.local, (ulysses_rank + 1) * layout.local
+    at = 0  # tokens of the ring rank before this chunk
+    for start, stop in layout.chunks(ring_rank):
+        begin, end = max(first - at, 0), min(last - at, stop - start)
+        if begin < end:
+            yield start + begin, start + end
+        at += stop - start
+
+
+def _read(
+    rows: RowSource, index: int, documents: list[int], layout: Layout, mesh: Mesh, restart: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, labels and positions of the tokens this rank holds; behind the end of the row there is layout padding."""
+    parts = []
+    for start, stop in held_ranges(layout, mesh.ring.rank, mesh.ulysses.rank):
+        end = max(start, min(stop, layout.length))
+        if end > start:
+            parts.append(tuple(rows.read(index, start, end)))
+        if stop > end:
+            pad = positions_of([layout.length, layout.padded], end, stop) if restart else np.arange(end, stop)
+            parts.append((np.zeros(stop - end, np.int64), np.full(stop - end, IGNORE, np.int64), pad))
+    ids, labels, places = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return ids, labels, places
+
+
+def _check(ids: np.ndarray, rows: RowSource, index: int, vocabulary: int) -> None:
+    """A token that the model does not know would be an illegal memory access on a GPU, far from its cause."""
+    largest = int(ids.max())
+    if largest >= vocabulary:
+        raise ValueError(
+            f"row {index} of {rows.name} has token {largest:,}, outside the model's vocabulary of {vocabulary:,} tokens (0 to "
+            f"{vocabulary - 1:,}); pack the data with the tokenizer of this model"
+        )

@@ -1,0 +1,87 @@
+"""Text to token ids, in bounded memory and exactly as the tokenizer does it in one go.
+
+A short text is one call. A long one, a book or a repository of many megabytes, would need about a hundred bytes of
+working memory per character, so it is encoded window by window. Tokenizers look around only a little, but how far is
+nowhere written down, so every cut is tested: the tokens around it must come out the same with less text before and
+after it. If not, another place is tried, then a larger window; in the worst case the text is encoded whole. So the
+result never depends on the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from .tokenizer import TokenizerParts
+
+WINDOW = 1 << 18  # characters
+_AROUND = 2048  # characters of context on both sides of a cut
+_TRIES = 8
+
+
+class Encoder:
+    """The Rust tokenizer of some `TokenizerParts`."""
+
+    def __init__(self, parts: TokenizerParts, window: int = WINDOW):
+        from tokenizers import Tokenizer
+
+        self.parts = parts
+        self.window = window
+        self._backend = Tokenizer.from_str(parts.backend)
+
+    def batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, none longer than the window. No special tokens are added."""
+        return [each.ids for each in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def stream(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ids, and the character each token starts at, of a text that comes in pieces."""
+        text = ""
+        base = done = 0  # characters before `text`; characters of `text` whose tokens are out
+        window = self.window
+        for piece in pieces:
+            text += piece
+            if len(text) <= window:
+                continue
+            ids, starts = self._encode(text)
+            cut = self._cut(text, ids, starts, done)
+            if cut is None:
+                window = 2 * len(text)
+                continue
+            out = (starts >= done) & (starts < cut)
+            yield ids[out], starts[out] + base
+            keep = max(0, cut - _AROUND)
+            text, base, done, window = text[keep:], base + keep, cut - keep, self.window
+        ids, starts = self._encode(text)
+        out = starts >= done
+        yield ids[out], starts[out] + base
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """A text for `stream`, in windows."""
+        for start in range(0, max(len(text), 1), self.window):
+            yield text[start : start + self.window]
+
+    def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        starts = np.fromiter((start for start, _ in encoding.offsets), np.int64, len(encoding.ids))
+        return np.asarray(encoding.ids, np.int64), starts
+
+    def _cut(self, text: str, ids: np.ndarray, starts: np.ndarray, done: int) -> int | None:
+        """A character near the end of the text before which all tokens are final; None = not found."""
+        if len(starts) < 2 or (np.diff(starts) < 0).any():
+            return None
+        # places where one token ends and another begins; several tokens of one character belong together
+        places = starts[1:][np.diff(starts) > 0]
+        last = len(text) - _AROUND
+        candidates = places[(places > max(done, 0)) & (places <= last)]
+        step = 7  # tokens between tries: a run of equal letters is left soon
+        for place in candidates[::-step][:_TRIES].tolist():
+            begin, end = max(0, place - _AROUND), place + _AROUND // 2
+            few, where = self._encode(text[begin:end])
+            where = where + begin
+            # with less text on both sides: the same tokens around the cut?
+            low, high = place - _AROUND // 2 if begin else 0, place + _AROUND // 4
+            here, there = (starts >= low) & (starts < high), (where >= low) & (where < high)
+            if np.array_equal(ids[here], few[there]) and np.array_equal(starts[here], where[there]):
+                return place
+        return None

@@ -1,0 +1,310 @@
+"""`pack`: documents to token ids on disk, once, before any rank starts.
+
+Tokenising while ranks wait is how jobs die of timeouts, and doing it in every job is how they waste hours. So it is a
+step of its own. Parts of the sources (readers.py) go to as many processes as there are cores; each writes a shard. What
+a shard holds depends on the data only, not on the number of workers. At the end come the document index and the
+manifest, and the folder gets its name: it is there whole or not at all.
+
+Packing again with the same data, tokenizer and settings finds the folder and does nothing. With anything else it stops
+and says what differs; `force` replaces the folder once the new one is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .folder import FORMAT, INDEX, VERSION, Packed, file_sha256, read_manifest, token_dtype
+from .parallel import run_tasks
+from .progress import Progress
+from .publish import publish
+from .readers import dataset_parts, first_columns, split_parts
+from .source import Files, Part, Source, find_files, is_dataset, tell_kind
+from .tokenizer import TokenizerParts, differing, fingerprint, load_tokenizer, tokenizer_parts
+from .work import Job, start_worker
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A source, found and understood."""
+
+    source: Source
+    kind: str
+    format: str
+    parts: list[Part]
+    files: Files | None  # None: a dataset
+    dataset: str | None  # its fingerprint
+
+
+def pack(
+    sources: Sequence[Source],
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: str | None = None,
+    vocabulary: int | None = None,
+    eos: bool = True,
+    chat_template: str | None = None,
+    workers: int | None = None,
+    force: bool = False,
+    quiet: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Packed:
+    """Tokenise sources into the folder `out`.
+
+    tokenizer: a local folder; may be left out if all sources are token ids, then `vocabulary` must be given. eos: end texts and
+    completions with the end-of-sequence token. chat_template: a template instead of the tokenizer's. workers: processes, None =
+    one per core.
+    """
+    folder = Path(out).expanduser()
+    if not sources:
+        raise ValueError("there is no source; give at least one file, folder or glob")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1; leave it out for one per core")
+    inputs = [_understand(number, source) for number, source in enumerate(sources)]
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    parts = None if loaded is None else tokenizer_parts(loaded, chat_template)
+    vocabulary = _vocabulary(inputs, parts, vocabulary, eos)
+    settings = {"eos": eos, "vocabulary": vocabulary, "chat_template": chat_template}
+    about = None
+    if parts is not None:
+        import tokenizers
+
+        about = {"name": str(tokenizer), "tokenizers": tokenizers.__version__, "sha256": fingerprint(parts)}
+    if folder.exists() and not _is_empty(folder):
+        found = _differences(folder, inputs, settings, about)
+        if not found:
+            say(f"{folder} already holds this data, packed with the same tokenizer and settings: nothing to do")
+            return Packed(folder)
+        if not force:
+            raise ValueError(
+                f"{folder} exists and holds something else:\n" + "\n".join(f"  - {line}" for line in found)
+                + "\nChoose another folder, or pass --force to replace this one"
+            )  # fmt: skip
+
+    def fill(into: Path) -> None:
+        job = Job(
+            str(into),
+            tuple(each.source for each in inputs),
+            tuple(each.kind for each in inputs),
+            parts,
+            vocabulary,
+            eos,
+        )
+        if loaded is not None:
+            loaded.save_pretrained(into / "tokenizer")
+        _write(into, inputs, job, settings, about, workers or len(os.sched_getaffinity(0)), quiet)
+
+    publish(folder, fill, replace=force)
+    return Packed(folder)
+
+
+def _understand(number: int, source: Source) -> _Input:
+    if is_dataset(source):
+        parts, mark = dataset_parts(number, source)
+        columns, where = first_columns("datasets", parts[0].pieces[0], source)
+        return _Input(source, tell_kind(source, columns, where), "datasets", parts, None, mark)
+    files = find_files(source)
+    parts = split_parts(number, files)
+    if files.format in ("txt", "tokens"):
+        kind = "text" if files.format == "txt" else "tokens"
+        if source.kind not in (None, kind):
+            raise ValueError(f"source {source.path}: kind {source.kind!r} is not possible with {files.format} files")
+    else:
+        columns, where = first_columns(files.format, parts[0].pieces[0], source)
+        kind = tell_kind(source, columns, where)
+    return _Input(source, kind, files.format, parts, files, None)
+
+
+def _vocabulary(inputs: list[_Input], parts: TokenizerParts | None, asked: int | None, eos: bool) -> int:
+    if asked is not None and asked < 2:
+        raise ValueError(f"vocabulary={asked} must be at least 2")
+    if parts is None:
+        text = [each for each in inputs if each.kind != "tokens"]
+        if text:
+            raise ValueError(
+                f"source {text[0].source.path} holds {text[0].kind}, so a tokenizer is needed; give its folder"
+            )
+        if asked is None:
+            raise ValueError(
+                "without a tokenizer the size of the vocabulary must be given (--vocabulary), to check the ids"
+            )
+        return asked
+    if asked is not None and asked < parts.vocabulary:
+        raise ValueError(f"vocabulary={asked:,} is smaller than the tokenizer's {parts.vocabulary:,}; leave it out")
+    if eos and parts.eos is None and any(each.kind in ("text", "completion") for each in inputs):
+        raise ValueError(
+            "the tokenizer has no end-of-sequence token to end documents with; pass --no-eos to go without"
+        )
+    return asked or parts.vocabulary
+
+
+def _write(
+    into: Path,
+    inputs: list[_Input],
+    job: Job,
+    settings: dict[str, Any],
+    about: dict[str, Any] | None,
+    workers: int,
+    quiet: bool,
+) -> None:
+    """Everything that is in a packed folder, the tokenizer aside."""
+    parts = [part for each in inputs for part in each.parts]
+    paths = list(dict.fromkeys(str(path) for each in inputs if each.files for path in each.files.every))
+    # Large parts first would balance better, but then the first error would not be that of the first record.
+    tasks: list[Any] = [*enumerate(parts), *paths]
+    with Progress("packing", sum(part.size for part in parts), quiet=quiet) as progress:
+        results = run_tasks(start_worker, job, tasks, workers, lambda report: progress.add(*report))
+    done, hashes = results[: len(parts)], dict(zip(paths, results[len(parts) :], strict=True))
+    index = _write_index(into, done)
+    sources, first = [], 0
+    for number, each in enumerate(inputs):
+        mine = [result for part, result in zip(parts, done, strict=True) if part.source == number]
+        described = _describe(each, mine, hashes)
+        if described["documents"] == 0:
+            why = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in described["dropped"].items())
+            raise ValueError(f"no document is left of source {each.source.path}: {why or 'there is no record in it'}")
+        described["range"] = [first, first + described["documents"]]
+        first += described["documents"]
+        sources.append(described)
+    shards = [result for result in done if result["documents"]]
+    for result in done:
+        if not result["documents"]:
+            (into / result["file"]).unlink()
+    content = {name: digest for result in shards for name, digest in result["sha256"].items()} | index
+    files = {**content}
+    for path in sorted((into / "tokenizer").glob("*")):
+        files[f"tokenizer/{path.name}"] = file_sha256(path)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "content": hashlib.sha256(json.dumps(sorted(content.items())).encode()).hexdigest(),
+        "dtype": token_dtype(job.vocabulary).str,
+        "vocabulary": job.vocabulary,
+        "largest_token": max(result["largest"] for result in shards),
+        "documents": first,
+        "tokens": sum(result["tokens"] for result in shards),
+        "supervised": sum(result["supervised"] for result in shards),
+        "dropped": dict(sum((Counter(source["dropped"]) for source in sources), Counter())),
+        "settings": settings,
+        "tokenizer": about,
+        "sources": sources,
+        "shards": [
+            {name: result[name] for name in ("file", "mask", "sums", "tokens", "documents")} for result in shards
+        ],
+        "files": {name: {"bytes": (into / name).stat().st_size, "sha256": digest} for name, digest in files.items()},
+    }
+    (into / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False))
+
+
+def _write_index(into: Path, done: list[dict[str, Any]]) -> dict[str, str]:
+    """documents.bin and, where some token is not supervised, supervised.bin, from what the workers left."""
+    masked = any(result["mask"] for result in done)
+    position = 0
+    with open(into / "documents.bin", "wb") as offsets, open(into / "supervised.bin", "wb") as counts:
+        offsets.write(np.zeros(1, INDEX).tobytes())
+        for path in sorted(into.glob("lengths-*.part")):
+            lengths, learn = np.fromfile(path, INDEX).reshape(-1, 2).T
+            offsets.write((position + np.cumsum(lengths)).astype(INDEX).tobytes())
+            counts.write(learn.tobytes() if masked else b"")
+            position += int(lengths.sum())
+            path.unlink()
+    if not masked:
+        (into / "supervised.bin").unlink()
+    names = ["documents.bin", *(["supervised.bin"] if masked else [])]
+    return {name: file_sha256(into / name) for name in names}
+
+
+def _describe(each: _Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:
+    described = {
+        "name": each.source.path,
+        "kind": each.kind,
+        "format": each.format,
+        "columns": each.source.columns,
+        **{name: sum(result[name] for result in results) for name in ("documents", "tokens", "supervised")},
+        "dropped": dict(sum((Counter(result["dropped"]) for result in results), Counter())),
+    }
+    if each.files is None:
+        return {**described, "dataset": each.dataset, "files": [], "ignored": []}
+    files = [{**_stamp(path), "name": name, "sha256": hashes[str(path)]} for name, path in _named(each.files)]
+    return {**described, "dataset": None, "files": files, "ignored": list(each.files.ignored)}
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and next(folder.iterdir(), None) is None
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    stat = path.stat()
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _named(files: Files) -> list[tuple[str, Path]]:
+    """Files by names that stay the same when the data is moved."""
+    root = os.path.commonpath([path.parent for path in files.paths])
+    return [(os.path.relpath(path, root), path) for path in files.every]
+
+
+# Is it the same again?
+
+
+def _differences(
+    folder: Path, inputs: list[_Input], settings: dict[str, Any], about: dict[str, Any] | None
+) -> list[str]:
+    """In words, what an existing folder was made from that is not asked for now. Empty: it is the same."""
+    try:
+        then = read_manifest(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. It exists already and is not replaced: choose another folder, or remove it"
+        ) from None
+    found = [
+        f"{name} was {then['settings'].get(name)!r}, is now {value!r}"
+        for name, value in settings.items()
+        if then["settings"].get(name) != value
+    ]
+    if (then["tokenizer"] is None) != (about is None):
+        found.append("it was packed " + ("without" if about else "with") + " a tokenizer")
+    elif about is not None:
+        chats = any(each.kind == "chat" for each in inputs)
+        parts = differing(then["tokenizer"]["sha256"], about["sha256"], chats=chats)
+        found += [f"the tokenizer's {part} differ (it was {then['tokenizer']['name']})" for part in parts]
+    if len(then["sources"]) != len(inputs):
+        return found + [f"it has {len(then['sources'])} sources, now there are {len(inputs)}"]
+    for old, new in zip(then["sources"], inputs, strict=True):
+        for name, before, now in (
+            ("kind", old["kind"], new.kind),
+            ("format", old["format"], new.format),
+            ("columns", old["columns"], new.source.columns),
+        ):
+            if before != now:
+                found.append(f"source {new.source.path}: {name} was {before!r}, is now {now!r}")
+        if old["dataset"] != new.dataset:
+            found.append(f"source {new.source.path}: the dataset has changed, or is another")
+        found += _changed_files(old["files"], [] if new.files is None else _named(new.files))
+    return found
+
+
+def _changed_files(then: list[dict[str, Any]], now: list[tuple[str, Path]]) -> list[str]:
+    before = {each["name"]: each for each in then}
+    after = dict(now)
+    found = [f"the file {name} is new" for name in after if name not in before]
+    found += [f"the file {name} is gone" for name in before if name not in after]
+    for name, path in now:
+        if name not in before:
+            continue
+        old, new = before[name], _stamp(path)
+        if old["bytes"] != new["bytes"]:
+            found.append(f"{path} had {old['bytes']:,} bytes, now {new['bytes']:,}")
+        elif old["mtime_ns"] != new["mtime_ns"] and file_sha256(path) != old["sha256"]:
+            found.append(f"{path} has changed (SHA-256 differs)")
+    return found[:8] + ([f"and {len(found) - 8} more files"] if len(found) > 8 else [])

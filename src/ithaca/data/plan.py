@@ -1,0 +1,206 @@
+"""The row plan: for each row, which tokens of which documents.
+
+It follows from (lengths of the documents, context, policy for long documents, seed) alone. No token is read, so it is
+there before the first step, together with the count of everything that will not be seen as it is: what is split,
+dropped, or padded.
+
+Documents longer than the context, by policy:
+
+- "split": cut into pieces of the context length, each a row of its own; the rest is packed like a document. No token is
+  lost, but the first token of a later piece is predicted by nobody.
+- "drop": left out and counted.
+- "error": refused.
+
+A piece in which no token is supervised (the long prompt of a chat, say) would cost time and teach nothing. It is left
+out and counted, so every row has something to learn from.
+
+A plan is three arrays, kept under `rows/` in the packed folder and memory-mapped from there: every rank reads the same
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .fit import best_fit
+from .folder import Packed
+from .publish import publish
+
+POLICIES = ("split", "drop", "error")
+_RECIPE = 1  # of fit.py and this file: another number makes other rows
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a plan does with the documents. Everything is counted, in tokens too."""
+
+    documents: int
+    tokens: int
+    rows: int
+    long_documents: int  # longer than the context
+    longest: int
+    split_pieces: int  # what they became
+    unpredicted: int  # tokens at the start of a later piece
+    dropped_documents: int
+    dropped_tokens: int
+    unlearnable_pieces: int  # without a supervised token, left out
+    unlearnable_tokens: int
+    padding: int
+
+    @property
+    def full(self) -> float:
+        """Share of the rows' places that hold a token."""
+        places = self.tokens - self.dropped_tokens - self.unlearnable_tokens + self.padding
+        return 1 - self.padding / places
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    context: int
+    pieces: np.ndarray  # [pieces, 3] int64: document, first token in it, one past the last; by row
+    bounds: np.ndarray  # [rows + 1] int64: where the pieces of a row start
+    supervised: np.ndarray  # [rows] int64: supervised tokens
+    counts: Counts
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+
+def check_context(context: int, long_documents: str) -> None:
+    if not isinstance(context, int) or context < 2:
+        raise ValueError(f"context={context!r}: a row needs at least 2 tokens, one to read and one to predict")
+    if long_documents not in POLICIES:
+        raise ValueError(
+            f"long_documents={long_documents!r} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
+        )
+
+
+def make_plan(
+    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None
+) -> RowPlan:
+    """Compute the plan for all documents, or for those of one source."""
+    check_context(context, long_documents)
+    lengths, supervised = packed.lengths(source), packed.supervised(source)
+    first = 0 if source is None else packed.manifest["sources"][source]["range"][0]
+    name = packed.folder if source is None else f"{packed.folder}, source {packed.manifest['sources'][source]['name']}"
+    is_long = lengths > context
+    if long_documents == "error" and is_long.any():
+        at = int(np.argmax(lengths))
+        raise ValueError(
+            f"{name}: {int(is_long.sum()):,} documents are longer than the context of {context:,} tokens; document "
+            f"{first + at:,} is the longest with {int(lengths[at]):,}. Raise the context, or choose long_documents: split or drop"
+        )
+    document, start, stop = _cut(lengths, context, split=long_documents == "split")
+    document += first
+    learn = _learnable(packed, document, start, stop, supervised, lengths, first)
+    keep = learn > 0
+    idle = int((stop - start)[~keep].sum())
+    document, start, stop, learn = document[keep], start[keep], stop[keep], learn[keep]
+    size = stop - start
+    if int(size.sum()) < context:
+        raise ValueError(
+            f"{name} has {int(size.sum()):,} tokens to learn from in {len(size):,} documents, not enough for one row of "
+            f"{context:,}; add data, or lower the context to at most {int(size.sum()):,}"
+        )
+    full = size == context
+    rows = np.empty(len(size), np.int64)
+    rows[full] = np.arange(int(full.sum()))
+    rows[~full] = best_fit(size[~full], context, seed) + int(full.sum())
+    order = np.argsort(rows, kind="stable")
+    count = int(rows.max()) + 1
+    bounds = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(rows, minlength=count), out=bounds[1:])
+    split = int(is_long.sum()) if long_documents == "split" else 0
+    dropped = lengths[is_long] if long_documents == "drop" else lengths[:0]
+    counts = Counts(
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        rows=count,
+        long_documents=int(is_long.sum()),
+        longest=int(lengths.max(initial=0)),
+        split_pieces=int((-(-lengths[is_long] // context)).sum()) if split else 0,
+        unpredicted=int((-(-lengths[is_long] // context) - 1).sum()) if split else 0,
+        dropped_documents=len(dropped),
+        dropped_tokens=int(dropped.sum()),
+        unlearnable_pieces=int((~keep).sum()),
+        unlearnable_tokens=idle,
+        padding=count * context - int(size.sum()),
+    )
+    pieces = np.stack([document, start, stop], axis=1)[order]
+    return RowPlan(context, pieces, bounds, np.add.reduceat(learn[order], bounds[:-1]), counts)
+
+
+def _cut(lengths: np.ndarray, context: int, split: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Document, start and stop of every piece."""
+    parts = -(-lengths // context)
+    if not split:
+        parts = (parts == 1).astype(np.int64)
+    document = np.repeat(np.arange(len(lengths)), parts)
+    # 0, 1, 2 … inside each document
+    number = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
+    start = number * context
+    return document, start, np.minimum(start + context, lengths[document])
+
+
+def _learnable(
+    packed: Packed, document: np.ndarray, start: np.ndarray, stop: np.ndarray, supervised: np.ndarray,
+    lengths: np.ndarray, first: int,
+) -> np.ndarray:  # fmt: skip
+    """Supervised tokens of every piece. Those of whole documents are known; a part is counted from the index of its mask."""
+    if not packed.masked:
+        return stop - start - 1
+    learn = supervised[document - first].astype(np.int64)
+    for at in np.flatnonzero(stop - start < lengths[document - first]).tolist():
+        begin = int(packed.offsets[document[at]])
+        learn[at] = packed.count(begin + int(start[at]) + 1, begin + int(stop[at]))
+    return learn
+
+
+def open_plan(
+    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None
+) -> RowPlan:
+    """The plan from `rows/` in the packed folder; made and put there if it is not yet. A folder that cannot be written to is no
+    error: the plan then lives in memory."""
+    check_context(context, long_documents)
+    asked = [_RECIPE, packed.identity, context, long_documents, seed, source]
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    folder = packed.folder / "rows" / key
+    if not (folder / "plan.json").is_file():
+        plan = make_plan(packed, context, long_documents=long_documents, seed=seed, source=source)
+        with suppress(OSError, ValueError):  # read-only, or another process was first
+            _save(plan, folder)
+        if not (folder / "plan.json").is_file():
+            return plan
+    return _load(folder, context)
+
+
+def _save(plan: RowPlan, folder: Path) -> None:
+    arrays = {"pieces": plan.pieces, "bounds": plan.bounds, "supervised": plan.supervised}
+
+    def fill(into: Path) -> None:
+        for name, array in arrays.items():
+            np.save(into / f"{name}.npy", array, allow_pickle=False)
+        (into / "plan.json").write_text(json.dumps(plan.counts.__dict__, indent=1))
+
+    publish(folder, fill)
+
+
+def _load(folder: Path, context: int) -> RowPlan:
+    try:
+        counts = Counts(**json.loads((folder / "plan.json").read_text()))
+        arrays = [
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            for name in ("pieces", "bounds", "supervised")
+        ]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged ({error}); remove that folder, it is made again") from None
+    pieces, bounds, supervised = arrays
+    if pieces.shape != (int(bounds[-1]), 3) or len(supervised) != len(bounds) - 1 or len(supervised) != counts.rows:
+        raise ValueError(f"{folder} is damaged (its arrays do not match); remove that folder, it is made again")
+    return RowPlan(context, pieces, bounds, supervised, counts)

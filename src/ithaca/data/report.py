@@ -1,0 +1,146 @@
+"""What is in a packed folder, and what becomes of it at a context length: numbers for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from .folder import Packed
+from .plan import Counts, make_plan, open_plan
+
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+_SAMPLE = 160  # tokens of a document that are shown
+
+
+def describe(packed: Packed) -> dict[str, Any]:
+    """Counts, sources and lengths."""
+    manifest, lengths = packed.manifest, packed.lengths()
+    quantiles = np.quantile(lengths, QUANTILES, method="lower").tolist()
+    return {
+        "folder": str(packed.folder),
+        "documents": manifest["documents"],
+        "tokens": manifest["tokens"],
+        "supervised": manifest["supervised"],
+        "vocabulary": manifest["vocabulary"],
+        "largest_token": manifest["largest_token"],
+        "dtype": packed.dtype.name,
+        "bytes": sum(about["bytes"] for about in manifest["files"].values()),
+        "dropped": manifest["dropped"],
+        "tokenizer": None if manifest["tokenizer"] is None else manifest["tokenizer"]["name"],
+        "sources": [
+            {name: source[name] for name in ("name", "kind", "documents", "tokens", "supervised", "dropped", "ignored")}
+            for source in manifest["sources"]
+        ],
+        "lengths": {
+            "shortest": int(lengths.min()),
+            "longest": int(lengths.max()),
+            "mean": float(lengths.mean()),
+            "quantiles": {str(share): int(value) for share, value in zip(QUANTILES, quantiles, strict=True)},
+        },
+        "histogram": histogram(lengths),
+    }
+
+
+def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
+    """Documents and tokens by length, in powers of two."""
+    power = np.frexp(lengths)[1] - 1  # 2^power ≤ length < 2^(power + 1)
+    found = []
+    for each in range(int(power.min()), int(power.max()) + 1):
+        inside = lengths[power == each]
+        found.append({"from": 1 << each, "documents": len(inside), "tokens": int(inside.sum())})
+    return found
+
+
+def rows_at(
+    packed: Packed, context: int, long_documents: str = "split", seed: int = 0, *, keep: bool = False
+) -> list[dict[str, Any]]:
+    """The row plan of every source, in counts. keep: leave the plans in the folder for training."""
+    plan = open_plan if keep else make_plan
+    found = []
+    for number, source in enumerate(packed.manifest["sources"]):
+        counts = plan(packed, context, long_documents=long_documents, seed=seed, source=number).counts
+        found.append({"source": source["name"], "context": context, **asdict(counts), "full": counts.full})
+    return found
+
+
+def sample(packed: Packed, tokenizer: Any | None, count: int = 3) -> list[dict[str, Any]]:
+    """The beginnings of a few documents, spread over the folder; supervised parts marked where not all is."""
+    documents = len(packed.offsets) - 1
+    found = []
+    for document in sorted({documents * each // count for each in range(count)}):
+        start, stop = (int(each) for each in packed.offsets[document : document + 2])
+        end = min(stop, start + _SAMPLE)
+        ids, seen = packed.read(start, end), packed.mask(start, end)
+        parts = [
+            {
+                "supervised": supervised,
+                "ids": part.tolist(),
+                "text": None if tokenizer is None else tokenizer.decode(part.tolist()),
+            }
+            for supervised, part in _runs(ids, seen)
+        ]
+        found.append({"document": document, "tokens": stop - start, "shown": end - start, "parts": parts})
+    return found
+
+
+def _runs(ids: np.ndarray, seen: np.ndarray | None) -> Iterator[tuple[bool, np.ndarray]]:
+    if seen is None:
+        seen = np.ones(len(ids), bool)
+    for part, flags in zip(*(np.split(each, np.flatnonzero(np.diff(seen)) + 1) for each in (ids, seen)), strict=True):
+        yield bool(flags[0]), part
+
+
+# Words.
+
+
+def summary(packed: Packed) -> list[str]:
+    """A few lines after packing."""
+    about = describe(packed)
+    lines = [
+        f"{about['documents']:,} documents, {about['tokens']:,} tokens ({about['supervised']:,} supervised), "
+        f"{about['bytes'] / 1e6:,.1f} MB in {about['folder']}"
+    ]
+    for source in about["sources"]:
+        dropped = dropped_words(source["dropped"])
+        lines.append(
+            f"  {source['name']}: {source['kind']}, {source['documents']:,} documents, {source['tokens']:,} tokens"
+            + (f"; left out: {dropped}" if dropped else "")
+        )
+        if source["ignored"]:
+            names = ", ".join(source["ignored"][:3]) + (", …" if len(source["ignored"]) > 3 else "")
+            lines.append(f"    not read, of no known format: {len(source['ignored'])} files ({names})")
+    return lines
+
+
+def dropped_words(dropped: dict[str, int]) -> str:
+    words = {
+        "empty": "empty",
+        "too_short": "of fewer than 2 tokens",
+        "unsupervised": "without a supervised token",
+    }
+    return ", ".join(f"{count:,} {words[name]}" for name, count in dropped.items())
+
+
+def plan_words(name: str, context: int, counts: Counts, long_documents: str) -> list[str]:
+    """What becomes of the documents of a source, line by line. Nothing is left out of it."""
+    lines = [f"{name}: {counts.rows:,} rows of {context:,} tokens, {counts.full:.2%} full"]
+    if counts.long_documents and long_documents == "split":
+        lines.append(
+            f"  {counts.long_documents:,} documents are longer (longest {counts.longest:,}): split into "
+            f"{counts.split_pieces:,} pieces; {counts.unpredicted:,} tokens, each the first of a later piece, are not predicted"
+        )
+    if counts.dropped_documents:
+        share = counts.dropped_tokens / counts.tokens
+        lines.append(
+            f"  {counts.dropped_documents:,} documents are longer (longest {counts.longest:,}) and dropped: "
+            f"{counts.dropped_tokens:,} tokens, {share:.1%} of all"
+        )
+    if counts.unlearnable_pieces:
+        lines.append(
+            f"  {counts.unlearnable_pieces:,} pieces of split documents have no supervised token and are left out: "
+            f"{counts.unlearnable_tokens:,} tokens"
+        )
+    return lines

@@ -1,0 +1,187 @@
+"""Rows: packed documents as the rows a model is trained on, read a slice at a time.
+
+Row i is a list of pieces of documents (plan.py), one behind the other, and padding where they do not fill the context.
+A rank asks for the token range it holds and gets ids, labels and positions of just that range. What has to be known of
+the whole row, the lengths of its documents and the count of its supervised tokens, comes from the plan without reading
+a token.
+
+Labels are shifted here: the label of a token is the next token of the same piece, or -100 where that one is not
+supervised. So a range reads one token more than it has. Padding is a document of its own behind the others: token 0,
+label -100, positions from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from .folder import Packed
+from .order import Order
+from .plan import RowPlan, open_plan
+
+IGNORE = -100  # activations.loss.IGNORE, which would bring torch
+
+
+class Slice(NamedTuple):
+    """A token range of a row, int64 each."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+
+
+class RowSource(Protocol):
+    """Whatever rows come from: packed data (`Rows`), a synthetic task (`Recall`), a mixture of them (`Stream`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def largest_token(self) -> int: ...
+    def __len__(self) -> int: ...
+    def documents(self, row: int) -> list[int]:
+        """Lengths of the documents of a row, padding included; they add up to the context."""
+        ...
+
+    def segments(self, row: int) -> list[tuple[int, int, int]]:
+        """Document, start and stop of every piece: to name the data of a step."""
+        ...
+
+    def supervised(self, row: int) -> int:
+        """Supervised tokens of the whole row."""
+        ...
+
+    def read(self, row: int, start: int, stop: int) -> Slice:
+        """Tokens start … stop of a row."""
+        ...
+
+
+class Rows:
+    """The rows of a packed folder, or of one of its sources."""
+
+    def __init__(self, packed: Packed, plan: RowPlan, name: str | None = None):
+        self.packed, self.plan = packed, plan
+        self.name = str(packed.folder) if name is None else name
+        self.context = plan.context
+        self.largest_token = packed.largest_token
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def segments(self, row: int) -> list[tuple[int, int, int]]:
+        first, stop = self.plan.bounds[row : row + 2]
+        return [(d, a, b) for d, a, b in self.plan.pieces[first:stop].tolist()]
+
+    def documents(self, row: int) -> list[int]:
+        lengths = [stop - start for _, start, stop in self.segments(row)]
+        padding = self.context - sum(lengths)
+        return lengths + [padding] if padding else lengths
+
+    def supervised(self, row: int) -> int:
+        return int(self.plan.supervised[row])
+
+    def read(self, row: int, start: int, stop: int) -> Slice:
+        ids = np.zeros(stop - start, np.int64)
+        labels = np.full(stop - start, IGNORE, np.int64)
+        at = 0  # where the piece begins in the row
+        for document, first, last in self.segments(row):
+            size = last - first
+            begin, end = max(start, at), min(stop, at + size)
+            if begin < end:
+                # in the numbering of all tokens: `origin` is where the row's token 0 would be
+                origin = int(self.packed.offsets[document]) + first - at
+                more = min(end + 1, at + size)  # the last token's label, if the piece goes on
+                tokens = self.packed.read(origin + begin, origin + more)
+                ids[begin - start : end - start] = tokens[: end - begin]
+                following = tokens[1:].astype(np.int64)
+                seen = self.packed.mask(origin + begin + 1, origin + more)
+                if seen is not None:
+                    following[~seen] = IGNORE
+                labels[begin - start : begin - start + len(following)] = following
+            at += size
+            if at >= stop:
+                break
+        return Slice(ids, labels, positions_of(self.documents(row), start, stop))
+
+    def read_slice(self, row: int, tokens: np.ndarray) -> Slice:
+        """Tokens of a row by index, as `Layout.tokens` gives them. Only the contiguous ranges among them are read."""
+        parts = [self.read(row, start, stop) for start, stop in ranges(np.asarray(tokens))]
+        return Slice(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def ranges(indices: np.ndarray) -> Iterator[tuple[int, int]]:
+    """The contiguous runs of a list of indices."""
+    if len(indices):
+        cuts = np.flatnonzero(np.diff(indices) != 1) + 1
+        for run in np.split(indices, cuts):
+            yield int(run[0]), int(run[-1]) + 1
+
+
+def positions_of(documents: list[int], start: int, stop: int) -> np.ndarray:
+    """Position of tokens start … stop of a row inside their documents."""
+    ends = np.cumsum(documents)
+    where = np.arange(start, stop)
+    return where - np.concatenate([[0], ends])[np.searchsorted(ends, where, side="right")]
+
+
+def open_rows(packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0) -> list[Rows]:
+    """The rows of every source of a packed folder, for a `Stream` to mix."""
+    found = []
+    for number, about in enumerate(packed.manifest["sources"]):
+        plan = open_plan(packed, context, long_documents=long_documents, seed=seed, source=number)
+        found.append(Rows(packed, plan, about["name"]))
+    return found
+
+
+class Stream:
+    """Samples without end: several sources mixed by weight, addressed by the global sample index (order.py).
+
+    It is a source of rows itself. Rows of different sources must have the same length.
+    """
+
+    def __init__(self, sources: list, weights: list[float] | None = None, seed: int = 0):
+        if len({source.context for source in sources}) > 1:
+            listed = ", ".join(f"{source.name}: {source.context:,}" for source in sources)
+            raise ValueError(f"the sources have rows of different lengths ({listed}); make all with the same context")
+        self.sources: list[RowSource] = list(sources)
+        self.order = Order([len(source) for source in sources], weights, seed)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(source.name for source in self.sources)
+
+    @property
+    def context(self) -> int:
+        return self.sources[0].context
+
+    @property
+    def largest_token(self) -> int:
+        return max(source.largest_token for source in self.sources)
+
+    def __len__(self) -> int:
+        """One epoch over all sources; indices may go on beyond it."""
+        return sum(len(source) for source in self.sources)
+
+    def where(self, index: int) -> tuple[RowSource, int]:
+        """Source and row of a sample."""
+        source, row = self.order.row(index)
+        return self.sources[source], row
+
+    def documents(self, row: int) -> list[int]:
+        source, row = self.where(row)
+        return source.documents(row)
+
+    def segments(self, row: int) -> list[tuple[int, int, int]]:
+        source, row = self.where(row)
+        return source.segments(row)
+
+    def supervised(self, row: int) -> int:
+        source, row = self.where(row)
+        return source.supervised(row)
+
+    def read(self, row: int, start: int, stop: int) -> Slice:
+        source, row = self.where(row)
+        return source.read(row, start, stop)

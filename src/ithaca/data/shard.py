@@ -1,0 +1,154 @@
+"""Writing one shard of a packed folder (folder.py says what its files are)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .folder import BLOCK, INDEX, file_sha256, token_dtype
+
+
+class ShardWriter:
+    """Documents go in one after the other: `add` their tokens in any number of calls, then `end`."""
+
+    def __init__(self, folder: Path, number: int, vocabulary: int):
+        self.folder, self.number, self.vocabulary = folder, number, vocabulary
+        self.dropped: Counter[str] = Counter()
+        self.tokens = self.documents = self.supervised = 0
+        self.largest = -1
+        self._dtype = token_dtype(vocabulary)
+        self._file = open(folder / f"tokens-{number:05d}.bin", "wb", buffering=1 << 20)  # noqa: SIM115
+        self._lengths = open(folder / f"lengths-{number:05d}.part", "wb", buffering=1 << 16)  # noqa: SIM115
+        self._mask: _MaskWriter | None = None  # from the first token on that is not supervised
+        self._length = 0  # of the document being written
+        self._highest = -1
+        self._seen: list[np.ndarray | None] = []
+        self._sizes: list[int] = []
+
+    def add(self, ids: np.ndarray, seen: np.ndarray | None) -> None:
+        """Tokens of the current document, and which of them are supervised (None = all)."""
+        if not len(ids):
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocabulary:
+            at = int(np.argmax((ids < 0) | (ids >= self.vocabulary)))
+            raise ValueError(
+                f"token {self._length + at:,} is {int(ids[at]):,}, outside the vocabulary of {self.vocabulary:,} tokens (0 to "
+                f"{self.vocabulary - 1:,}); check that ids and vocabulary belong together"
+            )
+        self._file.write(ids.astype(self._dtype).tobytes())
+        self._length += len(ids)
+        self._highest = max(self._highest, high)
+        self._seen.append(seen)
+        self._sizes.append(len(ids))
+
+    def discard(self, reason: str) -> None:
+        """Forget the current document, and count it."""
+        if self._length:
+            self._file.seek(self.tokens * self._dtype.itemsize)
+            self._file.truncate()
+        self.dropped[reason] += 1
+        self._length, self._highest, self._seen, self._sizes = 0, -1, [], []
+
+    def end(self) -> None:
+        """Close the document. One that can teach nothing is dropped and counted."""
+        learn, whole = self._length - 1, None
+        if any(seen is not None for seen in self._seen):
+            both = zip(self._seen, self._sizes, strict=True)
+            whole = np.concatenate([np.ones(size, bool) if seen is None else seen for seen, size in both])
+            learn = int(whole[1:].sum())
+        if self._length < 2:
+            return self.discard("too_short")
+        if learn == 0:
+            return self.discard("unsupervised")
+        self._write_mask(whole)
+        self._lengths.write(np.array([self._length, learn], INDEX).tobytes())
+        self.tokens += self._length
+        self.documents += 1
+        self.supervised += learn
+        self.largest = max(self.largest, self._highest)
+        self._length, self._highest, self._seen, self._sizes = 0, -1, [], []
+
+    def _write_mask(self, seen: np.ndarray | None) -> None:
+        if self._mask is None:
+            if seen is None or seen.all():
+                return
+            self._mask = _MaskWriter(self.folder, self.number)
+            self._mask.ones(self.tokens)
+        if seen is None:
+            self._mask.ones(self._length)
+        else:
+            self._mask.write(seen)
+
+    def close(self) -> dict[str, Any]:
+        """What was written, for the manifest."""
+        self._file.close()
+        self._lengths.close()
+        names: dict[str, str | None] = {"file": Path(self._file.name).name, "mask": None, "sums": None}
+        if self._mask is not None:
+            names["mask"], names["sums"] = self._mask.close()
+        return {
+            **names,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "supervised": self.supervised,
+            "largest": self.largest,
+            "dropped": dict(self.dropped),
+            "sha256": {name: file_sha256(self.folder / name) for name in names.values() if name is not None},
+        }
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._lengths.close()
+        if self._mask is not None:
+            self._mask.close()
+
+
+class _MaskWriter:
+    """A bit per token, and the count of ones before every block."""
+
+    def __init__(self, folder: Path, number: int):
+        self._bits = open(folder / f"mask-{number:05d}.bin", "wb", buffering=1 << 16)  # noqa: SIM115
+        self._sums = open(folder / f"sums-{number:05d}.bin", "wb", buffering=1 << 16)  # noqa: SIM115
+        self._held: list[np.ndarray] = []  # less than a block
+        self._size = self._count = 0
+
+    def ones(self, count: int) -> None:
+        for start in range(0, count, 1 << 20):
+            self.write(np.ones(min(1 << 20, count - start), bool))
+
+    def write(self, seen: np.ndarray) -> None:
+        self._held.append(seen)
+        self._size += len(seen)
+        if self._size >= BLOCK:
+            every = np.concatenate(self._held)
+            cut = self._size // BLOCK * BLOCK
+            self._put(every[:cut])
+            self._held, self._size = [every[cut:]], self._size - cut
+
+    def _put(self, seen: np.ndarray) -> None:
+        per_block = np.add.reduceat(seen.astype(np.int64), np.arange(0, len(seen), BLOCK))
+        before = self._count + np.cumsum(per_block) - per_block
+        self._sums.write(before.astype(INDEX).tobytes())
+        self._count += int(per_block.sum())
+        self._bits.write(np.packbits(seen, bitorder="little").tobytes())
+
+    def close(self) -> tuple[str, str]:
+        if not self._bits.closed:
+            rest = np.concatenate(self._held) if self._held else np.zeros(0, bool)
+            if len(rest):
+                self._put(rest)
+            else:  # the count before the end may be asked for, which here is the start of a block
+                self._sums.write(np.array([self._count], INDEX).tobytes())
+            self._bits.close()
+            self._sums.close()
+        return Path(self._bits.name).name, Path(self._sums.name).name

@@ -1,0 +1,224 @@
+"""Sources: what a user points at, the files behind it, and the parts that workers read.
+
+A source is a file, a folder, a glob, or a Hugging Face dataset. Its format is told by file names, what its records are
+by their columns:
+
+    text                     plain text
+    messages                 a chat, rendered with the tokenizer's chat template; only assistant turns are supervised
+    prompt, completion       only the completion is supervised
+    input_ids [, labels]     token ids; labels of -100 are not supervised
+
+`columns` maps these names to those of the data: {"text": "body"}. A .txt file is one document. A .npy file is token
+ids: an array of one dimension is one document, or as many as NAME.offsets.npy beside it says; of two dimensions, a
+document per row.
+
+Nothing is guessed twice: formats or columns that allow two readings are refused with the question.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("auto", "jsonl", "parquet", "txt", "tokens", "datasets")
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "txt", ".npy": "tokens"}
+KINDS = {
+    "text": ("text",),
+    "chat": ("messages",),
+    "completion": ("prompt", "completion"),
+    "tokens": ("input_ids",),
+}
+OPTIONAL = {"chat": ("tools",), "tokens": ("labels", "attention_mask")}
+_NAMES = sorted({name for names in (*KINDS.values(), *OPTIONAL.values()) for name in names})
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the user asked for."""
+
+    path: str
+    format: str = "auto"
+    columns: dict[str, str] = field(default_factory=dict)
+    kind: str | None = None  # one of KINDS; None = told by the columns
+    split: str | None = None  # of a dataset; None = train, or the only one
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(
+                f"source {self.path}: format {self.format!r} is unknown; choose one of {', '.join(FORMATS)}"
+            )
+        if self.kind is not None and self.kind not in KINDS:
+            raise ValueError(f"source {self.path}: kind {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        for name in self.columns:
+            if name not in _NAMES:
+                raise ValueError(
+                    f"source {self.path}: columns maps {name!r}, which is not a name known here{did_you_mean(name, _NAMES)}; "
+                    f"known are {', '.join(_NAMES)}"
+                )
+
+    def column(self, name: str) -> str:
+        """What a column is called in the data."""
+        return self.columns.get(name, name)
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a source turned out to be."""
+
+    format: str
+    paths: tuple[Path, ...]
+    ignored: tuple[str, ...] = ()  # names in a folder that are of no format
+
+    @property
+    def every(self) -> tuple[Path, ...]:
+        """All files the documents depend on: the offsets beside an array too."""
+        beside = [offsets_of(path) for path in self.paths] if self.format == "tokens" else []
+        return (*self.paths, *(path for path in beside if path.exists()))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file of a source, or a range of it."""
+
+    path: str
+    start: int  # jsonl: bytes. parquet: row groups. datasets: rows. txt, tokens: 0
+    stop: int
+    size: int  # bytes, for the progress bar
+
+
+@dataclass(frozen=True)
+class Part:
+    """As much of a source as goes into one shard; one worker reads it."""
+
+    source: int
+    format: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+def did_you_mean(name: str, among: Iterable[str]) -> str:
+    close = get_close_matches(name, list(among), 1, 0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def is_dataset(source: Source) -> bool:
+    path = Path(source.path).expanduser()
+    saved = any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
+    return source.format == "datasets" or (source.format == "auto" and (saved or source.path.startswith("hf:")))
+
+
+def find_files(source: Source) -> Files:
+    """The files of a source, sorted by name. Not for datasets."""
+    path = Path(source.path).expanduser()
+    ignored: list[str] = []
+    if path.is_dir():
+        inside = sorted(each for each in path.rglob("*") if each.is_file() and not _hidden(each, path))
+        found = [each for each in inside if _format(each, source.format) is not None]
+        taken = set(found)
+        ignored = [str(each.relative_to(path)) for each in inside if each not in taken and not _is_offsets(each)]
+        if not found:
+            known = ", ".join(_SUFFIXES) if source.format == "auto" else f"format {source.format}"
+            raise ValueError(
+                f"the folder {source.path} has no file to read ({known}) among {len(inside)} files; give the files as a glob, "
+                "or their format"
+            )
+    elif path.exists():
+        found = [path]
+    elif glob.has_magic(source.path):
+        found = sorted(Path(each) for each in glob.glob(str(path), recursive=True) if os.path.isfile(each))
+        found = [each for each in found if not _is_offsets(each)]
+        if not found:
+            raise ValueError(f"no file matches {source.path}; quote it in a shell, and check folder and suffix")
+    else:
+        raise ValueError(
+            f"{source.path} is not there{_neighbour(path)}; for a Hugging Face dataset write hf:{source.path}"
+        )
+    formats: dict[str, Path] = {}
+    for each in found:
+        if not os.access(each, os.R_OK):
+            raise ValueError(f"{each} cannot be read (permission denied); change its permissions or leave it out")
+        if each.stat().st_size == 0:
+            raise ValueError(f"{each} is empty (0 bytes); remove it, or check that it was written to the end")
+        form = _format(each, source.format)
+        if form is None:
+            raise ValueError(
+                f"{each}: the format cannot be told from the name; use one of {', '.join(_SUFFIXES)} (decompress .gz and "
+                ".zst first), or give the format"
+            )
+        formats.setdefault(form, each)
+    if len(formats) > 1:
+        examples = ", ".join(f"{form} ({each.name})" for form, each in formats.items())
+        raise ValueError(f"{source.path} holds files of several formats: {examples}; make each a source of its own")
+    return Files(next(iter(formats)), tuple(found), tuple(ignored))
+
+
+def _format(path: Path, asked: str) -> str | None:
+    if _is_offsets(path):
+        return None
+    form = _SUFFIXES.get(path.suffix.lower())
+    if asked == "auto" or form == asked:
+        return form
+    return asked if form is None else None  # asked for by name: other suffixes too, but not those of another format
+
+
+def offsets_of(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".npy") + ".offsets.npy")
+
+
+def _is_offsets(path: Path) -> bool:
+    return path.name.endswith(".offsets.npy")
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+
+
+def _neighbour(path: Path) -> str:
+    """A file beside it with a similar name."""
+    try:
+        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    except OSError:
+        beside = []
+    return did_you_mean(path.name, beside)
+
+
+def tell_kind(source: Source, columns: Iterable[str], where: str) -> str:
+    """What the records are, by the columns of the first one."""
+    present = list(columns)
+    candidates = {kind: names for kind, names in KINDS.items() if source.kind in (None, kind)}
+    fitting = [kind for kind, names in candidates.items() if all(source.column(name) in present for name in names)]
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = ", ".join(map(repr, present)) or "none"
+    if not fitting:
+        wanted = [source.column(name) for names in candidates.values() for name in names]
+        near = next((hint for name in wanted if (hint := did_you_mean(name, present))), "")
+        options = " or ".join(
+            " and ".join(repr(source.column(name)) for name in names) for names in candidates.values()
+        )
+        raise ValueError(
+            f"{where}: none of the columns {options} is there{near}; present are {shown}. Map them, as in columns: {{text: body}}"
+        )
+    raise ValueError(
+        f"{where}: the columns {shown} can be read as {' or as '.join(fitting)}; choose with kind: {' | '.join(fitting)}"
+    )
+
+
+def sources_of(configured: Iterable[Any]) -> list[Source]:
+    """Sources as the `data.sources` of a config lists them. Synthetic ones are not packed and left to the caller."""
+    found = []
+    for each in configured:
+        if each.path is None:
+            continue
+        names = {"text": each.columns.text, "messages": each.columns.messages, "input_ids": each.columns.tokens}
+        columns = {name: column for name, column in names.items() if column != name}
+        found.append(Source(each.path, each.format, columns, "chat" if each.chat else None, each.split))
+    return found

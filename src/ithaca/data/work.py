@@ -1,0 +1,190 @@
+"""What a packing worker does: read a part, turn its records into documents, write a shard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .encode import Encoder
+from .folder import file_sha256
+from .readers import Record, read_arrays, read_records, read_text
+from .render import around, columns_of, encode_text, given_tokens, render_text
+from .shard import ShardWriter
+from .source import KINDS, Part, Piece, Source
+from .tokenizer import TokenizerParts
+
+_BATCH = 1024  # short texts encoded together
+_OFTEN = 0.2  # seconds between reports
+
+Report = Callable[[tuple[int, int, int]], None]  # bytes, documents, tokens since the last report
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all parts have in common. It travels to every worker once."""
+
+    folder: str
+    sources: tuple[Source, ...]
+    kinds: tuple[str, ...]
+    parts: TokenizerParts | None
+    vocabulary: int
+    eos: bool
+
+
+def start_worker(job: Job) -> Callable[[Any, Report], Any]:
+    """A function for tasks: (number, part) writes a shard, a path gives the SHA-256 of that file."""
+    encoder = None if job.parts is None else Encoder(job.parts)
+
+    def handle(task: tuple[int, Part] | str, report: Report) -> Any:
+        if isinstance(task, str):
+            return file_sha256(Path(task))
+        number, part = task
+        with ShardWriter(Path(job.folder), number, job.vocabulary) as writer:
+            _PartWorker(job, part, encoder, writer, report).run()
+            return writer.close()
+
+    return handle
+
+
+class _PartWorker:
+    def __init__(self, job: Job, part: Part, encoder: Encoder | None, writer: ShardWriter, report: Report):
+        self.job, self.part, self.encoder, self.writer, self._report = job, part, encoder, writer, report
+        self.source, self.kind = job.sources[part.source], job.kinds[part.source]
+        self._texts: list[tuple[str, Record]] = []
+        self._characters = 0
+        self._read = self._told_documents = self._told_tokens = 0
+        self._when = time.monotonic()
+
+    def run(self) -> None:
+        for piece in self.part.pieces:
+            if self.part.format == "txt":
+                self._text_file(piece)
+            elif self.part.format == "tokens":
+                self._array_file(piece)
+            else:
+                names = columns_of(self.kind, KINDS[self.kind], self.source)
+                for record in read_records(self.part.format, piece, self.source, names):
+                    self._record(record)
+                self._flush()
+        self._tell(0, now=True)
+
+    def _tell(self, size: int, now: bool = False) -> None:
+        self._read += size
+        if now or time.monotonic() - self._when > _OFTEN:
+            documents, tokens = self.writer.documents, self.writer.tokens
+            self._report((self._read, documents - self._told_documents, tokens - self._told_tokens))
+            self._read, self._told_documents, self._told_tokens = 0, documents, tokens
+            self._when = time.monotonic()
+
+    def _record(self, record: Record) -> None:
+        if self.kind == "tokens":
+            with self._placing(record):
+                ids, seen = given_tokens(record.values, self.source)
+                self._finish_tokens(ids, seen)
+        else:
+            assert self.encoder is not None
+            with self._placing(record):
+                text, spans = render_text(record.values, self.kind, self.source, self.encoder.parts)
+            if not text.strip():
+                self.writer.dropped["empty"] += 1
+            elif spans is None and len(text) <= self.encoder.window:
+                self._texts.append((text, record))
+                self._characters += len(text)
+                if len(self._texts) >= _BATCH or self._characters >= self.encoder.window:
+                    self._flush()
+            else:
+                self._flush()  # documents keep their order
+                with self._placing(record):
+                    _check_characters(text)
+                    for ids, seen in encode_text(text, spans, self.kind, self.encoder, self.job.eos):
+                        self.writer.add(ids, seen)
+                    self.writer.end()
+        self._tell(record.size)
+
+    @contextmanager
+    def _placing(self, record: Record) -> Iterator[None]:
+        """Say where the record is that something is wrong with."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{record.place()}: {error}") from None
+
+    def _finish_tokens(self, ids: np.ndarray, seen: np.ndarray | None) -> None:
+        if len(ids):
+            self.writer.add(ids, seen)
+            self.writer.end()
+        else:
+            self.writer.dropped["empty"] += 1
+
+    def _flush(self) -> None:
+        """Encode the short texts that have come together: many at a time is faster."""
+        if not self._texts:
+            return
+        assert self.encoder is not None
+        before, after = around(self.encoder.parts, self.kind, self.job.eos)
+        try:
+            encoded = self.encoder.batch([text for text, _ in self._texts])
+        except (UnicodeEncodeError, TypeError):
+            for text, record in self._texts:
+                with self._placing(record):
+                    _check_characters(text)
+            raise
+        for ids in encoded:
+            self.writer.add(np.array(before + ids + after, np.int64), None)
+            self.writer.end()
+        self._texts, self._characters = [], 0
+
+    def _text_file(self, piece: Piece) -> None:
+        """A file as one document, never whole in memory."""
+        assert self.encoder is not None
+        blank = True
+
+        def pieces():
+            nonlocal blank
+            for text, size in read_text(piece.path):
+                blank = blank and not text.strip()
+                self._tell(size)
+                yield text
+
+        before, after = around(self.encoder.parts, self.kind, self.job.eos)
+        self.writer.add(np.array(before, np.int64), None)
+        for ids, _ in self.encoder.stream(pieces()):
+            self.writer.add(ids, None)
+        if blank:
+            self.writer.discard("empty")
+        else:
+            self.writer.add(np.array(after, np.int64), None)
+            self.writer.end()
+
+    def _array_file(self, piece: Piece) -> None:
+        for pieces, number in read_arrays(piece.path):
+            size = 0
+            try:
+                for ids in pieces:
+                    self.writer.add(ids.astype(np.int64), None)
+                    size += len(ids)
+            except ValueError as error:
+                raise ValueError(f"{piece.path}, document {number:,}: {error}") from None
+            if size:
+                self.writer.end()
+            else:
+                self.writer.dropped["empty"] += 1
+            self._tell(0)
+        self._tell(piece.size)
+
+
+def _check_characters(text: str) -> None:
+    """JSON can write half a character of UTF-16; no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start:,} is half a surrogate pair (\\u{ord(text[error.start]):04x}), which is no character; "
+            "write the text as UTF-8"
+        ) from None

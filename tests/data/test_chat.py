@@ -1,0 +1,117 @@
+"""Chats: the text is the template's, and exactly the assistant's tokens are supervised."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ithaca.data.chat import render_chat
+from ithaca.data.encode import Encoder
+from ithaca.data.render import encode_text, inside
+from ithaca.data.tokenizer import load_tokenizer, tokenizer_parts
+
+from .make import CHANGING, CHATML, MARKED, chat, save_tokenizer
+
+TALK = chat("hello there", "good day", "and\nnow?", "  spaces around  ")["messages"]
+
+
+def said(text: str, spans: list[tuple[int, int]]) -> list[str]:
+    return [text[begin:end] for begin, end in spans]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_the_text_is_that_of_apply_chat_template(tmp_path: Path, template: str):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=template))
+    text, _ = render_chat(TALK, template, {})
+    assert text == tokenizer.apply_chat_template(TALK, tokenize=False)
+
+
+def test_spans_by_prefixes():
+    text, spans = render_chat(TALK, CHATML, {})
+    assert said(text, spans) == ["good day<|end|>\n", "  spaces around  <|end|>\n"]
+
+
+def test_spans_by_marks():
+    text, spans = render_chat(TALK, MARKED, {})
+    assert said(text, spans) == ["good day<|end|>", "  spaces around  <|end|>"]
+
+
+def test_several_assistant_turns_in_a_row_and_at_the_start():
+    messages = [{"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "again"}, TALK[0]]
+    text, spans = render_chat(messages, CHATML, {})
+    # nothing comes before the first turn, so its header is part of what the assistant says
+    assert said(text, spans) == ["<|start|>assistant\nhi<|end|>\n", "again<|end|>\n"]
+
+
+def test_a_chat_without_the_assistant_has_no_spans():
+    assert render_chat(TALK[:1], CHATML, {})[1] == [] and render_chat(TALK[:1], MARKED, {})[1] == []
+
+
+def test_a_template_that_changes_earlier_turns_is_refused():
+    with pytest.raises(ValueError, match=r"renders message 1 differently once others follow.*\{% generation %\}"):
+        render_chat(TALK, CHANGING, {})
+    # with a single turn it is no problem; what only the last turn gets is the assistant's
+    text, spans = render_chat(TALK[:2], CHANGING, {})
+    assert said(text, spans) == ["<think></think>good day<|end|>\n"]
+
+
+def test_special_tokens_and_tools_reach_the_template():
+    template = (
+        "{{ bos_token }}{% if tools %}{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    text, _ = render_chat(TALK[:1], template, {"bos_token": "<s>"}, [{"name": "search"}])
+    assert text == "<s>searchhello there"
+
+
+def test_a_template_may_refuse():
+    with pytest.raises(ValueError, match="the chat template refuses this chat: roles must alternate"):
+        render_chat(TALK, "{{ raise_exception('roles must alternate') }}", {})
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_supervised_tokens_are_those_of_the_spans(tmp_path: Path, template: str):
+    parts = tokenizer_parts(load_tokenizer(save_tokenizer(tmp_path, template=template)))
+    text, spans = render_chat(TALK, template, {})
+    pieces = list(encode_text(text, spans, "chat", Encoder(parts), eos=True))
+    ids = np.concatenate([ids for ids, _ in pieces])
+    seen = np.concatenate([seen for _, seen in pieces])
+    loaded = load_tokenizer(tmp_path)
+    assert ids.tolist() == loaded.apply_chat_template(TALK, return_dict=True)["input_ids"]  # no end token added
+    runs = np.split(ids, np.flatnonzero(np.diff(seen)) + 1)
+    assert [loaded.decode(run) for run in runs][1::2] == said(text, spans)
+
+
+def test_marked_turns_are_those_of_transformers(tmp_path: Path):
+    """Where no turn begins or ends with a space; there transformers loses the turn."""
+    loaded = load_tokenizer(save_tokenizer(tmp_path, template=MARKED))
+    messages = chat("hello there", "good day", "and\nnow?", "well, then")["messages"]
+    theirs = loaded.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    text, spans = render_chat(messages, MARKED, {})
+    ((ids, seen),) = encode_text(text, spans, "chat", Encoder(tokenizer_parts(loaded)), eos=True)
+    assert seen is not None
+    assert ids.tolist() == theirs["input_ids"] and seen.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_inside():
+    starts = np.array([0, 1, 2, 3, 5, 8, 9])
+    assert inside(starts, [(1, 3), (5, 6)]).tolist() == [False, True, True, False, True, False, False]
+    assert not inside(starts, []).any()
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "the chat is a str; it must be a list of messages"),
+        ([], "the chat is empty"),
+        (["hello"], "message 0 is a str, not an object with 'role' and 'content'"),
+        ([{"content": "x"}], "message 0 has no 'role'; it has 'content'"),
+        ([TALK[0], {"role": "user", "text": "x"}], "message 1 (user) has no 'content'; it has 'role', 'text'"),
+        ([{"role": "user", "content": 5}], "the content of message 0 (user) is a int, not a text"),
+    ],
+)
+def test_refused(messages, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        render_chat(messages, CHATML, {})
