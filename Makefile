@@ -31,7 +31,7 @@ format: setup
 	$(BIN)/ruff format
 
 demo: setup
-	$(BIN)/ithaca verify llama3 --world 4 --ulysses 2 --ring 2 --heads-per-stage 1 --recompute keep_attention --store host --tile 100
+	$(BIN)/python examples/demo.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache src/*.egg-info

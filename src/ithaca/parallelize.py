@@ -28,6 +28,7 @@ def prepare(
     scratch: str | Path | None = None,
     weights: str | Path | None = None,
     offload_parameters: bool = False,
+    seed: int = 0,
 ) -> Run:
     """Apply a stack to a Hugging Face decoder, in place.
 
@@ -37,6 +38,7 @@ def prepare(
     scratch: folder for store="disk"; default is the system's temporary folder.
     weights: folder with safetensors, for a model on the meta device: every rank reads its own shards only.
     offload_parameters: shards of parameters, gradients and optimizer states wait in host memory (FSDP2's CPU offload).
+    seed: of PEFT adapters on the meta device, which start at random; the same on any number of ranks.
     """
     stack = stack or Stack()
     decoder = read_model(model)
@@ -61,25 +63,25 @@ def prepare(
     first = decoder.layers[0].projector
     schedule = head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
     run = Run(model, stack, mesh, decoder, store, kernels, schedule, compute)
-    _parallelize(run, weights)
+    _parallelize(run, weights, seed)
     return run
 
 
-def _parallelize(run: Run, weights: str | Path | None) -> None:
+def _parallelize(run: Run, weights: str | Path | None, seed: int) -> None:
     """The order of techniques, with the reason beside each line."""
     decoder = run.decoder
     apply_fsdp(decoder, run.mesh, compute=run.dtype)  # first: a meta model is filled shard by shard
-    materialize(run, weights)
+    materialize(run, weights, seed)
     for module in [decoder.model, decoder.head, *(layer.module for layer in decoder.layers)]:
         route(module)  # last: context parallelism, stages, tiles and store live in the routed layers
 
 
-def materialize(run: Run, weights: str | Path | None) -> None:
+def materialize(run: Run, weights: str | Path | None, seed: int = 0) -> None:
     from .model.weights import fill_from_folder, is_meta
 
     if is_meta(run.model):
         assert weights is not None
-        fill_from_folder(run.decoder, Path(weights), run.mesh)
+        fill_from_folder(run.decoder, Path(weights), run.mesh, seed=seed, gaussian=_starts(run.model) == {"gaussian"})
     elif run.mesh.parameters is None:
         run.model.to(run.mesh.device)
 
@@ -105,11 +107,22 @@ def _check_weights(model: nn.Module, weights: str | Path | None) -> None:
             "the model is on the meta device, so it has no weights yet; pass weights=FOLDER with its safetensors, or "
             "build it on a real device"
         )
-    if hasattr(model, "peft_config"):
+    if not all(p.is_meta for p in model.parameters()):
         raise ValueError(
-            "a model with PEFT adapters cannot be filled from weights=, which holds the base model only; build base and "
-            "adapters on a real device and drop weights="
+            "a part of the model is on the meta device and another is not; build all of it there (adapters: "
+            "get_peft_model under torch.device('meta')), or nothing"
         )
+    if _starts(model) not in (set(), {True}, {"gaussian"}):
+        raise ValueError(
+            f"adapters on the meta device start as with init_lora_weights=True or 'gaussian', not {_starts(model)}, which "
+            "need the base first; choose one of the two, or build base and adapters on a real device and drop weights="
+        )
+
+
+def _starts(model: nn.Module) -> set[bool | str]:
+    """How the PEFT adapters of a model begin."""
+    configs = getattr(model, "peft_config", {})
+    return {config.init_lora_weights for config in configs.values()}
 
 
 def _check_dtype(model: nn.Module, mesh: Mesh, compute: torch.dtype) -> None:

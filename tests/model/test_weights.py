@@ -244,14 +244,6 @@ def test_a_meta_model_needs_weights():
             ithaca.prepare(meta("llama3"), ithaca.Stack(shard_parameters=shard), device="cpu")
 
 
-def test_adapters_on_a_meta_model_are_refused(tmp_path: Path):
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(meta("llama3"), LoraConfig(r=2, target_modules=["q_proj"]), low_cpu_mem_usage=True)
-    with pytest.raises(ValueError, match="PEFT adapters cannot be filled from weights="):
-        ithaca.prepare(model, ithaca.Stack(shard_parameters=False), device="cpu", weights=tmp_path)
-
-
 def fill_from(rank: int, bad: str, good: str, changes: dict[str, Any]) -> None:
     filled("llama3", bad if dist.get_rank() == rank else good, {}, **changes)
 

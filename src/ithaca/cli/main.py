@@ -1,6 +1,6 @@
 """`ithaca`: the command line. A verb is a function; what it needs is imported when it runs.
 
-Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out.
+Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out; those of a run are in docs/run_folder.md.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..train.ends import Failed
+from .data import add_data
 from .doctor import add_doctor
+from .export import add_export
 from .recipes import add_recipes
+from .slurm import add_slurm
+from .train import add_train
 from .verify import add_verify
 
 
@@ -23,14 +28,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ithaca {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    add_train(verbs)
     add_verify(verbs)
+    add_data(verbs)
+    add_export(verbs)
     add_recipes(verbs)
+    add_slurm(verbs)
     add_doctor(verbs)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
     try:
         return options.run(options)
     except (ValueError, OSError) as error:
@@ -38,9 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"ithaca {options.verb}: {error}", file=sys.stderr)
         return 2
+    except Failed as error:
+        if options.traceback:
+            raise
+        print(f"ithaca {options.verb}: {error}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"ithaca {options.verb}: stopped", file=sys.stderr)
         return 130
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Settings of a run (--train.steps 100) are taken out first; a verb that wants them has the default overrides=[]."""
+    from ..config import split_overrides
+
+    try:
+        words, overrides = split_overrides(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    options = parser.parse_args(words)
+    if overrides and not hasattr(options, "overrides"):
+        parser.error(f"unrecognized arguments: {' '.join('--' + each for each in overrides)}")
+    if overrides:
+        options.overrides = overrides
+    return options
 
 
 if __name__ == "__main__":

@@ -19,19 +19,11 @@ from ..config.schema import Config, Lora, Model
 from ..parallelize import prepare
 from ..run import Run
 from ..stack import Stack
+from .presets import PRESETS
 
 log = logging.getLogger("ithaca")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PRESETS: dict[str, dict[str, Any]] = {
-    # learns the recall task in a few minutes on two CPU cores
-    "tiny_llama": dict(
-        model_type="llama", vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    ),
-}  # fmt: skip
 
 
 def model_config(options: Model, context: int) -> Any:
@@ -88,7 +80,9 @@ def _too_long(context: int, longest: int) -> str:
 def build_model(options: Model, config: Any, seed: int) -> tuple[nn.Module, Path | None]:
     """The model, and the folder its weights come from (then it is on the meta device)."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as words
 
+    words.disable_progress_bar()  # the run has a display of its own
     fresh = options.random_init or is_preset(options)
     torch.manual_seed(seed)  # the same weights on every rank
     if fresh or options.lora is not None:

@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from ..batch import Batch
 from ..config.schema import Train
+from ..launch.exits import NOT_FINITE
 from ..run import Run
+from .ends import Failed
 from .optim import clip, global_norm, gradients, learning_rate, set_learning_rate
 
 
-class NotFinite(RuntimeError):
+class NotFinite(Failed):
     """A loss or gradient is NaN or infinite; the weights were not touched."""
 
 
@@ -73,8 +75,9 @@ def _refuse(run: Run, grads: list[Tensor], loss: float, norm: float, step: int, 
     )
     where += f", first in {named[0]}" if named else ""
     raise NotFinite(
+        NOT_FINITE,
         f"step {step + 1}: loss {loss}, gradient norm {norm}{where}. Rows {samples.start} to {samples.stop - 1} of the data. The "
-        "weights were not touched: the last checkpoint is good. Look at these rows, or lower train.lr or train.clip"
+        "weights were not touched: the last checkpoint is good. Look at these rows, or lower train.lr or train.clip",
     )
 
 

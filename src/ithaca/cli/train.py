@@ -1,0 +1,74 @@
+"""`ithaca train`: one command that starts a run and resumes it.
+
+Dotted options (`--train.steps 100`) override the file, the file overrides its recipe. On one machine the command starts its own
+workers; under torchrun or srun it joins the job. Data that is not packed yet is packed first, before any worker starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, load, missing
+from ..launch import find_job, start
+from ..launch.exits import DATA
+from ..stack import require
+from ..train.ends import Failed
+from ..train.presets import PRESETS
+
+
+def add_train(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "train",
+        help="train a model; the same command resumes",
+        description="Train a model as a YAML file says. The same command on the same run folder resumes.",
+        epilog="Any setting can be given as --section.name VALUE, such as --train.steps 100 --stack.ulysses 4 --data.context 1M; "
+        "docs/config.md lists them. Ctrl-C saves and stops after the step, a second one stops at once.",
+    )
+    parser.add_argument("config", nargs="?", metavar="FILE", help="the run as YAML; `ithaca recipes cp` makes one")
+    parser.add_argument("--recipe", help="start from this recipe (`ithaca recipes ls`)")
+    parser.add_argument("--cpu", type=int, default=None, metavar="N", help="train on the CPU with N workers")
+    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on the terminal")
+    parser.add_argument(
+        "--check", action="store_true", help="read and check everything that needs no worker, then stop"
+    )
+    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+    parser.set_defaults(run=run_train, overrides=[])
+
+
+def run_train(options: argparse.Namespace) -> int:
+    overrides = list(options.overrides)
+    if options.cpu is not None:
+        overrides.append(f"launch.cpu={options.cpu}")
+    if options.config is None and options.recipe is None:
+        raise ValueError(
+            "what is to be trained? Give a file (ithaca train run.yaml) or a recipe (ithaca train --recipe tiny_cpu); "
+            "`ithaca recipes ls` lists recipes, `ithaca recipes cp NAME` makes a file of one"
+        )
+    loaded = load(None if options.config is None else Path(options.config), overrides, options.recipe)
+    config = loaded.config
+    require(missing(config, PRESETS), "this run cannot start")
+    if options.check:
+        print(loaded.text, end="")
+        return 0
+
+    def train_here(config: Config) -> int:
+        from ..train.trainer import train  # here: a launcher that only starts workers needs no torch
+
+        return train(config, quiet=options.quiet, text=loaded.text)
+
+    if find_job(os.environ) is None:  # workers that we start, or that others started, come here again as ranks
+        pack_before(config, options.quiet)
+    return start(config, train_here)
+
+
+def pack_before(config: Config, quiet: bool) -> None:
+    from ..train.samples import needs_packing, pack_sources
+
+    if needs_packing(config):
+        try:
+            pack_sources(config, (lambda line: None) if quiet else print)
+        except (ValueError, OSError) as error:
+            raise Failed(DATA, str(error)) from error

@@ -1,0 +1,183 @@
+"""Save a run and go on from it: bit for bit on the same ranks, within rounding on any other number of them.
+
+    saving = save(folder, run, optimizer, {"cursor": 5120}, step=40, asynchronous=True)
+    ...                       # train on; at each step boundary, on every rank:
+    saving.poll()             # publishes once every rank has written
+
+    extra = load(folder, run, optimizer)      # the newest complete checkpoint, or one that is named
+
+Tensors go through torch.distributed.checkpoint (DCP): each rank writes its shards, and reads the parts of other ranks' shards that
+it needs, so the number of ranks, the ulysses/ring split and the rest of the stack may change in between. Everything else is JSON
+(`state.json`). The folder is published as files.py describes; until then older checkpoints stand as they were.
+
+An asynchronous save copies the shards to host memory, which takes as much again as a rank's parameters and states, and returns;
+a thread writes them. Its collectives run on a group of their own, for the training's would get between them. Publishing is never
+done by the thread: `poll` and `wait` are collective, at a step boundary, and only they raise.
+
+With PEFT adapters only trainable parameters are stored, and a fingerprint of each frozen one; loading onto another base is
+refused. A checkpoint of another model, or of another dtype, is refused before anything is overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ..run import Run
+from . import rng
+from .dcp_errors import ALONE, plainly
+from .describe import describe_model, versions
+from .files import FORMAT, STATE, CheckpointError, latest, prune, publish, remove_unfinished, start, verify, write_json
+from .fingerprint import fingerprints
+from .loading import load
+from .ranks import alone, each, first, gather
+from .shards import copied
+from .state import at_rest, frozen_of, model_tensors, optimizer_state, size
+from .writer import HashingWriter
+
+__all__ = ["CheckpointError", "Saving", "save", "load", "latest", "verify", "prune", "remove_unfinished"]
+
+
+class Saving:
+    """A save under way. `poll` and `wait` are collective: every rank calls them, at the same point."""
+
+    def __init__(self, run: Run, hidden: Path, step: int, name: str, writer: HashingWriter) -> None:
+        self.mesh, self.hidden, self.step, self.name, self.writer = run.mesh, hidden, step, name, writer
+        self.path: Path | None = None
+        """The published checkpoint; None until then."""
+        self.entries: dict[str, Any] = {}
+        self._future: Future[Any] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._error: str | None = None
+
+    def done(self) -> bool:
+        """Whether this rank has written its part. Local, costs nothing."""
+        return self._future is None or self._future.done()
+
+    def poll(self) -> bool:
+        """Publish if every rank has written its part. -> whether the checkpoint is published"""
+        if self.path is None and all(gather(self.mesh, self.done())):
+            self.wait()
+        return self.path is not None
+
+    def wait(self) -> Path:
+        """Wait until every rank has written its part, and publish. -> the checkpoint"""
+        if self.path is not None:
+            return self.path
+        if self._error is not None:
+            raise CheckpointError(self._error)
+        with self._or_give_up():
+            each(self.mesh, self._finish)
+            entries = {name: entry for rank in gather(self.mesh, self.writer.entries) for name, entry in rank.items()}
+            files = {**self.entries, **entries}
+            self.path = Path(first(self.mesh, lambda: str(publish(self.hidden, self.step, self.name, files))))
+        self._leave()
+        return self.path
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """An error ends this save; what it wrote goes, what was published before stays."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._error = str(error)
+            self._leave()
+            if self.mesh.world.rank == 0:
+                shutil.rmtree(self.hidden, ignore_errors=True)
+            raise
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _finish(self) -> None:
+        if self._future is not None:
+            with plainly(f"writing {self.hidden}"):
+                self._future.result()
+
+
+def save(
+    folder: Path,
+    run: Run,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any],
+    *,
+    step: int,
+    asynchronous: bool = False,
+) -> Saving:
+    """Write checkpoint `step-STEP` in `folder`. Collective. Finish an asynchronous one before starting the next.
+
+    extra: whatever else the run must know, as JSON: data cursor, schedule, config. `load` gives it back.
+    """
+    mesh = run.mesh
+    if mesh.world.pg is not None and alone(mesh):
+        raise CheckpointError("a rank-of-N run has no peers that hold the other shards; there is nothing to save")
+    each(mesh, lambda: _check(run, extra))
+    tensors = model_tensors(run)
+    about = None
+    if optimizer is not None:
+        state = optimizer_state(run, optimizer)
+        tensors.update(state.tensors)
+        about = state.about
+    record = {
+        "format": FORMAT,
+        "step": step,
+        "seed": extra.get("seed", torch.initial_seed()),
+        "extra": extra,
+        "model": {**describe_model(run), "base": fingerprints(frozen_of(run), mesh)},
+        "optimizer": about,
+        "world": {"size": mesh.world.size, "stack": asdict(run.stack), "device": mesh.device.type},
+        "versions": versions(),
+        "rng": gather(mesh, rng.capture(mesh.device)),
+    }
+    folder, name = Path(folder), first(mesh, lambda: uuid.uuid4().hex[:8])
+    hidden = Path(first(mesh, lambda: str(start(folder, step, name, size(tensors)))))
+    saving = Saving(run, hidden, step, name, HashingWriter(hidden))
+    with saving._or_give_up():
+        saving.entries = first(mesh, lambda: _write_record(hidden, record))
+        if asynchronous:
+            tensors = each(mesh, lambda: copied(tensors))  # which training cannot change while they are written
+        else:
+            each(mesh, lambda: _write(tensors, saving.writer, mesh.world.pg))
+    if not asynchronous:
+        saving.wait()
+        return saving
+    if dist.is_initialized():
+        saving._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        warnings.filterwarnings("ignore", message=ALONE)  # raised in the thread, where it cannot be caught
+    saving._future = dcp.async_save(tensors, storage_writer=saving.writer, process_group=saving._group)  # pyright: ignore
+    return saving
+
+
+def _check(run: Run, extra: dict[str, Any]) -> None:
+    at_rest(run)
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra cannot be written as JSON: {error}; pass numbers, texts, lists and dicts"
+        ) from None
+
+
+def _write_record(hidden: Path, record: dict[str, Any]) -> dict[str, Any]:
+    with plainly(f"writing {hidden / STATE}"):
+        return {STATE: write_json(hidden / STATE, record)}
+
+
+def _write(tensors: dict[str, Any], writer: HashingWriter, group: dist.ProcessGroup | None) -> None:
+    with plainly(f"writing {writer.path}"):
+        dcp.save(tensors, storage_writer=writer, process_group=group)

@@ -1,0 +1,220 @@
+"""Weights out: a folder that `from_pretrained` loads, from a run or from a checkpoint.
+
+Full models become safetensors with Hugging Face's names, in the layout transformers itself publishes (a matrix per expert where it
+does so), with config.json as trained (rotary settings included), generation_config.json and the tokenizer's files. LoRA runs become
+a PEFT adapter folder, or a full model with the adapters merged.
+
+Memory: one parameter at a time. `export_model` is collective; every rank takes part in gathering a parameter, which is then whole
+on each device for a moment, and rank 0 writes it. `export_checkpoint` needs no process group and no GPU: a parameter is read from
+the shards of the checkpoint, written, and forgotten. The largest is usually the embedding, or all experts of a layer; merging
+takes three times that, in fp32.
+
+The folder appears under its name when it is complete, and an existing one is never touched. In fp32 the round trip is exact;
+bf16 rounds the fp32 masters once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..mesh import Group, Mesh
+from ..model.families import FAMILIES
+from ..model.weights import Folder, saved_name
+from ..run import Run
+from .dcp_errors import plainly
+from .files import STATE, CheckpointError, damage, latest, listed, read_json, verify
+from .fingerprint import fingerprint
+from .hf_folder import Outgoing, empty_model, write_folder
+from .ranks import each
+from .safe_metadata import SafeReader, read_metadata
+from .shards import like
+from .state import at_rest, has_adapters
+
+
+def export_model(
+    run: Run,
+    folder: Path,
+    tokenizer_folder: Path | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: float = 5e9,
+    merge_lora: bool = False,
+) -> Path:
+    """Write the run's model to a new folder. Collective; rank 0 writes. -> folder
+
+    tokenizer_folder: where tokenizer files (and generation_config.json) are copied from; None = none are.
+    merge_lora: of a LoRA run, the whole model with adapters added in, instead of a PEFT adapter folder.
+    """
+    mesh = run.mesh
+    each(mesh, lambda: at_rest(run))
+    named = dict(run.model.named_parameters())
+
+    def fetch(name: str, dtype: torch.dtype) -> Tensor:
+        value = named[name].detach()
+        if isinstance(value, DTensor):  # cast first: half the traffic; on the device: that is where ranks can talk
+            rows: Any = like(value.to_local().to(mesh.device, dtype), value, value.shape)
+            value = rows.full_tensor()
+        return value.to("cpu", dtype) if mesh.world.rank == 0 else value
+
+    outgoing = Outgoing(
+        model=run.model,
+        config=run.decoder.config,
+        generation=getattr(run.decoder.model, "generation_config", None),
+        trained=[name for name, parameter in named.items() if parameter.requires_grad],
+        adapters=has_adapters(run) and not merge_lora,
+        dtype=dtype,
+        most=max_shard_bytes,
+        beside=tokenizer_folder,
+    )
+    return write_folder(outgoing, Path(folder), fetch, mesh)
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    tokenizer_folder: Path | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: float = 5e9,
+    merge_lora: bool = False,
+    base_folder: Path | None = None,
+) -> Path:
+    """Write the model of a checkpoint to a new folder, in this one process. -> folder
+
+    base_folder: of a LoRA checkpoint to be merged, the base model; None = where the run had it from. Another base is refused.
+    """
+    path = find_checkpoint(Path(checkpoint))
+    problems = verify(path)
+    if problems:
+        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems[:5])}; export another one")
+    record = read_json(path / STATE)
+    about = record["model"]
+    model, config = _rebuild(about, path)
+    adapters = bool(about["adapters"]) and not merge_lora
+    if about["adapters"] and merge_lora:
+        base_folder = Path(base_folder or about["name_or_path"] or ".")
+        if not base_folder.is_dir():
+            raise CheckpointError(
+                f"merging needs the base model, and {base_folder} is not a folder; name it with --base"
+            )
+    fetch = _FromCheckpoint(path, about, base_folder)
+    known = dict(model.named_parameters())
+    outgoing = Outgoing(
+        model=model,
+        config=config,
+        generation=_generation(about),
+        trained=[name for name in fetch.stored if name in known],
+        adapters=adapters,
+        dtype=dtype,
+        most=max_shard_bytes,
+        beside=tokenizer_folder,
+    )
+    alone = Group(1, 0, None)
+    return write_folder(outgoing, Path(folder), fetch, Mesh(torch.device("cpu"), alone, alone, alone, alone, None))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint meant by a checkpoint, a folder of checkpoints or a run folder."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; name a run folder or a checkpoint")
+    if (path / "manifest.json").exists():
+        problems = damage(path)
+        if problems:
+            raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems[:5])}; export another one")
+        return path
+    found = latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    if found is None:
+        raise CheckpointError(f"{path} has no complete checkpoint; name a run folder or a checkpoint (step-N)")
+    return found
+
+
+class _FromCheckpoint:
+    """Whole parameters, from the shards of a checkpoint or, frozen ones of a LoRA run, from the base's folder."""
+
+    def __init__(self, path: Path, about: dict[str, Any], base: Path | None) -> None:
+        self.path, self.base, self.frozen = path, base, about["base"]
+        self.metadata = read_metadata(path, listed(path))
+        self.files: Folder | None = None
+
+    @property
+    def stored(self) -> list[str]:
+        keys = self.metadata.state_dict_metadata
+        return [key.removeprefix("model.") for key in keys if key.startswith("model.")]
+
+    def __call__(self, name: str, dtype: torch.dtype) -> Tensor:
+        key = f"model.{name}"
+        entry: Any = self.metadata.state_dict_metadata.get(key)
+        if entry is None:
+            return self._frozen(name).to(dtype)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with plainly(f"reading {self.path}"):
+            dcp.load({key: tensor}, storage_reader=SafeReader(self.path, self.metadata), no_dist=True)
+        return tensor.to(dtype)
+
+    def _frozen(self, name: str) -> Tensor:
+        if name not in self.frozen:
+            raise CheckpointError(f"{self.path} has no {name}; it is of another model")
+        assert self.base is not None
+        if self.files is None:
+            self.files = Folder(self.base)
+        kind, shape, _ = self.frozen[name].split("-")
+        size = torch.Size(int(each) for each in shape.split("x"))
+        tensor = torch.empty(size, dtype=getattr(torch, kind))
+        plain = saved_name(name.removeprefix("base_model.model."))
+        assert plain is not None
+        self.files.read(plain, 0, tensor, size)
+        if fingerprint(tensor) != self.frozen[name]:
+            raise CheckpointError(
+                f"{plain} of {self.base} is not what the adapters were trained on; name the right base with --base"
+            )
+        return tensor
+
+
+def _rebuild(about: dict[str, Any], path: Path) -> tuple[nn.Module, Any]:
+    """The model of a checkpoint, without numbers, and its config."""
+    from transformers import AutoConfig
+
+    settings = {key: value for key, value in about["config"].items() if not key.startswith("_")}
+    kind = settings.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(f"{path} holds a {kind!r} model, which this ithaca does not know")
+    config = type(AutoConfig.for_model(kind)).from_dict(settings)
+    config._name_or_path = about["name_or_path"]
+    model = empty_model(config)
+    if about["adapters"]:
+        model = _with_adapters(model, about["adapters"])
+    return model, config
+
+
+def _with_adapters(model: nn.Module, adapters: dict[str, Any]) -> nn.Module:
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError:
+        raise CheckpointError(
+            "this checkpoint has PEFT adapters; install them with: pip install 'ithaca[peft]'"
+        ) from None
+    wrapped: Any = None
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")  # about patterns that match nothing
+        for name, settings in adapters.items():
+            config = PeftConfig.from_peft_type(**settings)
+            config.inference_mode = False
+            if wrapped is None:
+                wrapped = PeftModel(model, config, adapter_name=name)  # pyright: ignore[reportArgumentType]
+            else:
+                wrapped.add_adapter(name, config)
+    return wrapped
+
+
+def _generation(about: dict[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    settings = about["generation_config"]
+    return None if settings is None else GenerationConfig.from_dict(settings)

@@ -1,0 +1,164 @@
+"""A model as a Hugging Face folder, written one parameter at a time and renamed when complete."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh import Mesh
+from .adapters import adapter_state, sources
+from .files import CheckpointError, flush_folder
+from .ranks import each, first
+from .safetensors_shards import Entry, Shards
+
+log = logging.getLogger("ithaca")
+
+Fetch = Callable[[str, torch.dtype], Tensor]
+"""A whole parameter by its name in the run, in a dtype. On rank 0 on the host; on the others the result is not looked at."""
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What to write. `model` gives names and shapes only: it may be sharded or on the meta device."""
+
+    model: nn.Module
+    config: Any
+    generation: Any
+    trained: Sequence[str]  # names of what a LoRA run trains
+    adapters: bool  # write a PEFT folder of those, not a model
+    dtype: torch.dtype
+    most: float  # bytes per file
+    beside: Path | None  # folder with the tokenizer
+
+
+def write_folder(outgoing: Outgoing, folder: Path, fetch: Fetch, mesh: Mesh) -> Path:
+    """Collective: every rank fetches, rank 0 writes. -> folder"""
+    hidden = Path(first(mesh, lambda: str(_start(folder))))
+    writes = mesh.world.rank == 0
+    write = _write_adapters if outgoing.adapters else _write_model
+    try:
+        each(mesh, lambda: write(outgoing, hidden, fetch, writes))
+        first(mesh, lambda: _finish(outgoing, hidden, folder))
+    except CheckpointError:
+        if writes:
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return folder
+
+
+def _start(folder: Path) -> Path:
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists already, and nothing in it was changed; choose a new folder")
+    hidden = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
+    hidden.mkdir(parents=True)
+    return hidden
+
+
+def _write_model(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool) -> None:
+    """Gathering goes on after rank 0 failed to write: the others are in it."""
+    wanted = sources(outgoing.model)
+    problem: Exception | None = None
+    shards, plain = None, None
+    if writes:
+        plain = empty_model(outgoing.config)
+        entries = [
+            Entry(name, tuple(tensor.shape), outgoing.dtype)
+            for source in wanted
+            for name, tensor in _published(plain, source.name, torch.empty(source.shape, device="meta")).items()
+        ]
+        shards = Shards(hidden, "model", entries, int(outgoing.most))
+    for source in wanted:
+        parts = [fetch(name, torch.float32 if source.join else outgoing.dtype) for name in source.parts]
+        if shards is None or plain is None or problem is not None:
+            continue
+        try:
+            whole = source.join(*parts).to(outgoing.dtype) if source.join else parts[0]
+            for name, tensor in _published(plain, source.name, whole).items():
+                shards.add(name, tensor)
+        except Exception as error:
+            problem = error
+    if problem is not None:
+        raise problem
+    if shards is not None:
+        shards.close()
+        _write_config(outgoing, hidden)
+
+
+def _write_adapters(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool) -> None:
+    tensors = {name: fetch(name, outgoing.dtype) for name in outgoing.trained}
+    if not writes:
+        return
+    state, config = adapter_state(outgoing.model, tensors)
+    entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(state.items())]
+    shards = Shards(hidden, "adapter_model", entries, sum(entry.bytes for entry in entries) + 1)
+    for entry in entries:
+        shards.add(entry.name, state[entry.name])
+    shards.close()
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    config.base_model_name_or_path = (
+        config.base_model_name_or_path or getattr(outgoing.config, "_name_or_path", "") or None
+    )
+    config.save_pretrained(str(hidden))
+
+
+def _published(plain: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A parameter under the names transformers publishes it by, for example one matrix per expert."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(plain, {name: tensor})  # pyright: ignore[reportArgumentType]
+
+
+def empty_model(config: Any) -> nn.Module:
+    """The model of a config, without numbers."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _write_config(outgoing: Outgoing, hidden: Path) -> None:
+    config = copy.deepcopy(outgoing.config)
+    config.dtype = str(outgoing.dtype).removeprefix("torch.")
+    config.architectures = [type(empty_model(config)).__name__]
+    if getattr(config, "use_cache", None) is False:
+        config.use_cache = True  # off for training; whoever generates wants it
+    config.save_pretrained(str(hidden))
+
+
+def _finish(outgoing: Outgoing, hidden: Path, folder: Path) -> None:
+    for name in (*_TOKENIZER, _GENERATION):
+        source = None if outgoing.beside is None else outgoing.beside / name
+        if source is not None and source.is_file() and not (outgoing.adapters and name == _GENERATION):
+            shutil.copyfile(source, hidden / name)
+    if outgoing.generation is not None and not outgoing.adapters and not (hidden / _GENERATION).exists():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outgoing.generation.save_pretrained(str(hidden))
+        except ValueError as error:  # transformers refuses to write settings that contradict each other
+            log.warning("%s was not written: %s", _GENERATION, error)
+    for path in hidden.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    flush_folder(hidden)
+    os.rename(hidden, folder)  # over an empty folder, if there is one
+    flush_folder(folder.parent)

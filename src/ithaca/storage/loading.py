@@ -1,0 +1,131 @@
+"""Back from disk: `load` checks that a checkpoint is whole and fits the run, then writes into the run's own tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ..run import Run
+from . import rng
+from .dcp_errors import plainly
+from .files import STATE, CheckpointError, changed, damage, latest, listed, read_json, step_of
+from .fingerprint import fingerprints
+from .low_bit import crossings, narrow, parts_of, widen
+from .ranks import each, first
+from .safe_metadata import SafeReader, read_metadata
+from .state import (
+    allocate,
+    at_rest,
+    differences,
+    frozen_of,
+    group_differences,
+    keep_only,
+    model_tensors,
+    optimizer_state,
+    restore_numbers,
+)
+
+log = logging.getLogger("ithaca")
+
+
+def load(
+    folder: Path, run: Run, optimizer: torch.optim.Optimizer | None = None, *, check_hashes: bool = True
+) -> dict[str, Any]:
+    """Bring a run to where it was saved. Collective. -> what `save` was given as extra, and "step"
+
+    folder: a checkpoint (`step-N`), or a folder of them, of which the newest complete one is taken.
+    check_hashes: read every byte first, each rank its share; without it a changed byte goes unnoticed.
+    Options of the optimizer (learning rate, weight decay, ...) are those of the checkpoint; change them afterwards.
+    """
+    mesh = run.mesh
+    path = Path(first(mesh, lambda: str(_find(Path(folder)))))
+
+    def refuse_if(what: str, find: Callable[[], list[str]], fix: str) -> None:
+        each(mesh, lambda: _refuse(path, what, find(), fix))
+
+    def read(tensors: dict[str, Any]) -> None:
+        each(mesh, lambda: _read(tensors, SafeReader(path, metadata), mesh.world.pg))
+
+    files = each(mesh, lambda: listed(path))
+    if check_hashes:
+        mine = sorted(files)[mesh.world.rank :: mesh.world.size]
+        refuse_if("is damaged", lambda: changed(path, mine), _ANOTHER)
+    record = each(mesh, lambda: read_json(path / STATE))
+    metadata = each(mesh, lambda: read_metadata(path, files))
+    each(mesh, lambda: at_rest(run))
+    base = fingerprints(frozen_of(run), mesh)
+    tensors = model_tensors(run)
+    refuse_if("is of another model", lambda: differences(tensors, metadata, "model."), _SAME_MODEL)
+    refuse_if("was trained on another base", lambda: _base_differences(record["model"], base), _SAME_BASE)
+    about = record["optimizer"]
+    if optimizer is not None:
+        refuse_if("has no optimizer state", lambda: [] if about else ["it was saved without one"], _SAME_OPTIMIZER)
+        refuse_if("does not fit", lambda: group_differences(optimizer, run, about), _SAME_OPTIMIZER)
+        made = allocate(optimizer)
+        keep_only(optimizer, run, about["numbers"])
+        try:
+            state = optimizer_state(run, optimizer)
+            wide, thin = crossings(state.tensors, state.packed, metadata.state_dict_metadata)
+            other = {*wide, *thin, *parts_of([*wide, *thin])}
+            refuse_if(
+                "does not fit", lambda: differences(state.tensors, metadata, "optimizer.", other), _SAME_OPTIMIZER
+            )
+        except CheckpointError:
+            for parameter in made:
+                optimizer.state.pop(parameter, None)
+            raise
+        tensors.update({key: tensor for key, tensor in state.tensors.items() if key not in other})
+    read(tensors)
+    if optimizer is not None:
+        for key in wide:
+            widen(key, state.packed.get(key, state.tensors[key]), metadata.state_dict_metadata, read)
+        for key in thin:
+            narrow(key, state.packed[key], metadata.state_dict_metadata, read)
+        restore_numbers(optimizer, run, about)
+    states = record["rng"]
+    if len(states) == mesh.world.size:
+        rng.restore(states[mesh.world.rank], mesh.device)
+    else:
+        log.info("saved on %d ranks, resumed on %d: random states are seeded anew", len(states), mesh.world.size)
+        rng.reseed(record["seed"], record["step"], mesh.world.rank)
+    return {"step": record["step"], **record["extra"]}
+
+
+_ANOTHER = "use another checkpoint"
+_SAME_MODEL = "build the model from the folder, with the settings (dtype, adapters), that the run was started with"
+_SAME_BASE = "load the base the adapters were trained on, in the same dtype"
+_SAME_OPTIMIZER = "make the optimizer as it was when saved, or load without one to start it afresh"
+
+
+def _find(folder: Path) -> Path:
+    if step_of(folder) is not None or not folder.is_dir():
+        found = folder
+    else:
+        found = latest(folder)
+        if found is None:
+            raise CheckpointError(f"{folder} has no complete checkpoint; start without one")
+    _refuse(found, "is damaged", damage(found), _ANOTHER)
+    return found
+
+
+def _refuse(path: Path, what: str, problems: list[str], fix: str) -> None:
+    if problems:
+        more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"checkpoint {path} {what}: {'; '.join(problems[:5])}{more}. Fix: {fix}")
+
+
+def _base_differences(model: dict[str, Any], base: dict[str, str]) -> list[str]:
+    saved = model["base"]
+    names = [name for name in {**saved, **base} if saved.get(name) != base.get(name)]
+    return [f"{name} was {saved.get(name)} and is {base.get(name)}" for name in names]
+
+
+def _read(tensors: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
+    with plainly(f"reading {reader.path}"):
+        dcp.load(tensors, storage_reader=reader, process_group=group)

@@ -1,0 +1,33 @@
+"""DTensors by their shards: look at this rank's, or put another in its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def local_part(value: Tensor) -> Tensor:
+    """This rank's rows; a plain tensor is its own."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def like(local: Tensor, value: Tensor, shape: torch.Size) -> Tensor:
+    """`local` as this rank's rows of a tensor of this shape, sharded like `value`.
+
+    Not `DTensor.from_local`, which moves the rows to the device of the mesh: copies for a save, and offloaded shards, are on the
+    host.
+    """
+    if not isinstance(value, DTensor):
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(value.device_mesh, value.placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host, which training cannot change any more."""
+    return {
+        key: like(local_part(value).detach().to("cpu", copy=True), value, value.shape) for key, value in tensors.items()
+    }
