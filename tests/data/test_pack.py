@@ -152,13 +152,13 @@ def test_prompts_and_completions(tmp_path: Path, tokenizer: Path):
 
 @pytest.mark.parametrize("vocabulary", [1000, 65_536, 65_537, 200_000])
 def test_ids_and_labels(tmp_path: Path, vocabulary: int):
-    ids = [[vocabulary - 1, 0, 5, 7], [1, 2, 3]]
-    labels = [[-100, 0, -100, 7], None]
+    ids = [[vocabulary - 1, 0, 5, 7], [1, 2, 3], [4, 5, 6]]
+    labels = [[-100, 0, -100, 7], None, [4, -100, 6]]
     packed = pack_ids(tmp_path / "p", ids, labels, vocabulary)
-    assert documents(packed) == ids and masks(packed) == [[False, True, False, True], [True] * 3]
+    assert documents(packed) == ids and masks(packed) == [[False, True, False, True], [True] * 3, [True, False, True]]
     assert packed.dtype == (np.uint16 if vocabulary <= 65_536 else np.uint32)
     assert packed.largest_token == vocabulary - 1 and packed.vocabulary == vocabulary
-    assert packed.supervised().tolist() == [2, 2]
+    assert packed.supervised().tolist() == [2, 2, 1]  # nobody predicts a first token
 
 
 def test_arrays(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 In the order in which data walks through:
 
-- `source` what the user points at, `readers` its records, `chat` and `render` what in them is learned;
+- `source` and `inputs` what the user points at, `readers` its records, `chat` and `render` what in them is learned;
 - `tokenizer` and `encode` text to token ids, exactly and in bounded memory;
 - `pack` all of this in parallel, with `work`, `shard`, `parallel`, `progress` and `publish`, into a packed `folder`;
 - `fit` and `plan` which documents share a row, `order` which row comes when, `rows` reading them by slice;

@@ -25,6 +25,7 @@ import os
 from bisect import bisect_right
 from collections import OrderedDict
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class Packed:
         self.dtype = np.dtype(self.manifest["dtype"])
         self.bytes_read = 0  # of tokens and masks, since the folder was opened
         self._files: OrderedDict[str, int] = OrderedDict()
+        self._lock = Lock()
         self._check_sizes()
         self.offsets: np.ndarray = np.memmap(self.folder / "documents.bin", INDEX, "r")
         self._shards = self.manifest["shards"]
@@ -131,13 +133,14 @@ class Packed:
         into = bytearray(stop - start)
         view, at = memoryview(into), 0
         while at < len(into):
-            got = os.preadv(self._open(name), [view[at:]], start + at)
+            with self._lock:  # a file may be closed to make room for another one
+                got = os.preadv(self._open(name), [view[at:]], start + at)
+                self.bytes_read += got
             if got == 0:
                 raise ValueError(
                     f"{self.folder / name} ends at byte {start + at:,}: it was cut short; pack the data again"
                 )
             at += got
-        self.bytes_read += len(into)
         return into
 
     def _open(self, name: str) -> int:

@@ -16,33 +16,20 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .folder import FORMAT, INDEX, VERSION, Packed, file_sha256, read_manifest, token_dtype
+from .folder import FORMAT, INDEX, VERSION, Packed, file_sha256, token_dtype
+from .inputs import Input, differences, named, stamp, understand
 from .parallel import run_tasks
 from .progress import Progress
 from .publish import publish
-from .readers import dataset_parts, first_columns, split_parts
-from .source import Files, Part, Source, find_files, is_dataset, tell_kind
-from .tokenizer import TokenizerParts, differing, fingerprint, load_tokenizer, tokenizer_parts
+from .source import Source
+from .tokenizer import TokenizerParts, fingerprint, load_tokenizer, tokenizer_parts
 from .work import Job, start_worker
-
-
-@dataclass(frozen=True)
-class _Input:
-    """A source, found and understood."""
-
-    source: Source
-    kind: str
-    format: str
-    parts: list[Part]
-    files: Files | None  # None: a dataset
-    dataset: str | None  # its fingerprint
 
 
 def pack(
@@ -69,7 +56,7 @@ def pack(
         raise ValueError("there is no source; give at least one file, folder or glob")
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers} must be at least 1; leave it out for one per core")
-    inputs = [_understand(number, source) for number, source in enumerate(sources)]
+    inputs = [understand(number, source) for number, source in enumerate(sources)]
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     parts = None if loaded is None else tokenizer_parts(loaded, chat_template)
     vocabulary = _vocabulary(inputs, parts, vocabulary, eos)
@@ -80,7 +67,7 @@ def pack(
 
         about = {"name": str(tokenizer), "tokenizers": tokenizers.__version__, "sha256": fingerprint(parts)}
     if folder.exists() and not _is_empty(folder):
-        found = _differences(folder, inputs, settings, about)
+        found = differences(folder, inputs, settings, about)
         if not found:
             say(f"{folder} already holds this data, packed with the same tokenizer and settings: nothing to do")
             return Packed(folder)
@@ -107,24 +94,7 @@ def pack(
     return Packed(folder)
 
 
-def _understand(number: int, source: Source) -> _Input:
-    if is_dataset(source):
-        parts, mark = dataset_parts(number, source)
-        columns, where = first_columns("datasets", parts[0].pieces[0], source)
-        return _Input(source, tell_kind(source, columns, where), "datasets", parts, None, mark)
-    files = find_files(source)
-    parts = split_parts(number, files)
-    if files.format in ("txt", "tokens"):
-        kind = "text" if files.format == "txt" else "tokens"
-        if source.kind not in (None, kind):
-            raise ValueError(f"source {source.path}: kind {source.kind!r} is not possible with {files.format} files")
-    else:
-        columns, where = first_columns(files.format, parts[0].pieces[0], source)
-        kind = tell_kind(source, columns, where)
-    return _Input(source, kind, files.format, parts, files, None)
-
-
-def _vocabulary(inputs: list[_Input], parts: TokenizerParts | None, asked: int | None, eos: bool) -> int:
+def _vocabulary(inputs: list[Input], parts: TokenizerParts | None, asked: int | None, eos: bool) -> int:
     if asked is not None and asked < 2:
         raise ValueError(f"vocabulary={asked} must be at least 2")
     if parts is None:
@@ -149,7 +119,7 @@ def _vocabulary(inputs: list[_Input], parts: TokenizerParts | None, asked: int |
 
 def _write(
     into: Path,
-    inputs: list[_Input],
+    inputs: list[Input],
     job: Job,
     settings: dict[str, Any],
     about: dict[str, Any] | None,
@@ -224,7 +194,7 @@ def _write_index(into: Path, done: list[dict[str, Any]]) -> dict[str, str]:
     return {name: file_sha256(into / name) for name in names}
 
 
-def _describe(each: _Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:
+def _describe(each: Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:
     described = {
         "name": each.source.path,
         "kind": each.kind,
@@ -235,76 +205,9 @@ def _describe(each: _Input, results: list[dict[str, Any]], hashes: dict[str, str
     }
     if each.files is None:
         return {**described, "dataset": each.dataset, "files": [], "ignored": []}
-    files = [{**_stamp(path), "name": name, "sha256": hashes[str(path)]} for name, path in _named(each.files)]
+    files = [{**stamp(path), "name": name, "sha256": hashes[str(path)]} for name, path in named(each.files)]
     return {**described, "dataset": None, "files": files, "ignored": list(each.files.ignored)}
 
 
 def _is_empty(folder: Path) -> bool:
     return folder.is_dir() and next(folder.iterdir(), None) is None
-
-
-def _stamp(path: Path) -> dict[str, int]:
-    stat = path.stat()
-    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-
-def _named(files: Files) -> list[tuple[str, Path]]:
-    """Files by names that stay the same when the data is moved."""
-    root = os.path.commonpath([path.parent for path in files.paths])
-    return [(os.path.relpath(path, root), path) for path in files.every]
-
-
-# Is it the same again?
-
-
-def _differences(
-    folder: Path, inputs: list[_Input], settings: dict[str, Any], about: dict[str, Any] | None
-) -> list[str]:
-    """In words, what an existing folder was made from that is not asked for now. Empty: it is the same."""
-    try:
-        then = read_manifest(folder)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. It exists already and is not replaced: choose another folder, or remove it"
-        ) from None
-    found = [
-        f"{name} was {then['settings'].get(name)!r}, is now {value!r}"
-        for name, value in settings.items()
-        if then["settings"].get(name) != value
-    ]
-    if (then["tokenizer"] is None) != (about is None):
-        found.append("it was packed " + ("without" if about else "with") + " a tokenizer")
-    elif about is not None:
-        chats = any(each.kind == "chat" for each in inputs)
-        parts = differing(then["tokenizer"]["sha256"], about["sha256"], chats=chats)
-        found += [f"the tokenizer's {part} differ (it was {then['tokenizer']['name']})" for part in parts]
-    if len(then["sources"]) != len(inputs):
-        return found + [f"it has {len(then['sources'])} sources, now there are {len(inputs)}"]
-    for old, new in zip(then["sources"], inputs, strict=True):
-        for name, before, now in (
-            ("kind", old["kind"], new.kind),
-            ("format", old["format"], new.format),
-            ("columns", old["columns"], new.source.columns),
-        ):
-            if before != now:
-                found.append(f"source {new.source.path}: {name} was {before!r}, is now {now!r}")
-        if old["dataset"] != new.dataset:
-            found.append(f"source {new.source.path}: the dataset has changed, or is another")
-        found += _changed_files(old["files"], [] if new.files is None else _named(new.files))
-    return found
-
-
-def _changed_files(then: list[dict[str, Any]], now: list[tuple[str, Path]]) -> list[str]:
-    before = {each["name"]: each for each in then}
-    after = dict(now)
-    found = [f"the file {name} is new" for name in after if name not in before]
-    found += [f"the file {name} is gone" for name in before if name not in after]
-    for name, path in now:
-        if name not in before:
-            continue
-        old, new = before[name], _stamp(path)
-        if old["bytes"] != new["bytes"]:
-            found.append(f"{path} had {old['bytes']:,} bytes, now {new['bytes']:,}")
-        elif old["mtime_ns"] != new["mtime_ns"] and file_sha256(path) != old["sha256"]:
-            found.append(f"{path} has changed (SHA-256 differs)")
-    return found[:8] + ([f"and {len(found) - 8} more files"] if len(found) > 8 else [])

@@ -18,6 +18,7 @@ from ..data.batch import batch_from_rows
 from ..data.folder import Packed
 from ..data.pack import pack
 from ..data.recall import Recall
+from ..data.report import plan_words
 from ..data.rows import Stream, open_rows
 from ..data.source import sources_of
 from ..data.tokenizer import check_tokenizer, load_tokenizer
@@ -49,7 +50,7 @@ def pack_sources(config: Config, say: Callable[[str], None]) -> None:
     if (tokenizer / "tokenizer.json").is_file():
         check_tokenizer(found[0].packed, load_tokenizer(tokenizer), str(tokenizer))
     for rows in found:
-        say(f"{rows.name}: {rows.plan.counts}")
+        say("\n".join(plan_words(rows.name, config.data.context, rows.plan.counts, config.data.long_documents)))
 
 
 def _open(config: Config) -> list:

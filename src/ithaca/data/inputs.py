@@ -1,0 +1,107 @@
+"""What is to be packed, found and understood; and whether a folder was made from the same.
+
+Files are compared by name, size and time, and by SHA-256 where only the time differs: a copy is the same data.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .folder import file_sha256, read_manifest
+from .readers import dataset_parts, first_columns, split_parts
+from .source import Files, Part, Source, find_files, is_dataset, tell_kind
+from .tokenizer import differing
+
+
+@dataclass(frozen=True)
+class Input:
+    """A source, found and understood."""
+
+    source: Source
+    kind: str
+    format: str
+    parts: list[Part]
+    files: Files | None  # None: a dataset
+    dataset: str | None  # its fingerprint
+
+
+def understand(number: int, source: Source) -> Input:
+    if is_dataset(source):
+        parts, mark = dataset_parts(number, source)
+        columns, where = first_columns("datasets", parts[0].pieces[0], source)
+        return Input(source, tell_kind(source, columns, where), "datasets", parts, None, mark)
+    files = find_files(source)
+    parts = split_parts(number, files)
+    if files.format in ("txt", "tokens"):
+        kind = "text" if files.format == "txt" else "tokens"
+        if source.kind not in (None, kind):
+            raise ValueError(f"source {source.path}: kind {source.kind!r} is not possible with {files.format} files")
+    else:
+        columns, where = first_columns(files.format, parts[0].pieces[0], source)
+        kind = tell_kind(source, columns, where)
+    return Input(source, kind, files.format, parts, files, None)
+
+
+def stamp(path: Path) -> dict[str, int]:
+    stat = path.stat()
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def named(files: Files) -> list[tuple[str, Path]]:
+    """Files by names that stay the same when the data is moved."""
+    root = os.path.commonpath([path.parent for path in files.paths])
+    return [(os.path.relpath(path, root), path) for path in files.every]
+
+
+def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], about: dict[str, Any] | None) -> list[str]:
+    """In words, what an existing folder was made from that is not asked for now. Empty: it is the same."""
+    try:
+        then = read_manifest(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. It exists already and is not replaced: choose another folder, or remove it"
+        ) from None
+    found = [
+        f"{name} was {then['settings'].get(name)!r}, is now {value!r}"
+        for name, value in settings.items()
+        if then["settings"].get(name) != value
+    ]
+    if (then["tokenizer"] is None) != (about is None):
+        found.append("it was packed " + ("without" if about else "with") + " a tokenizer")
+    elif about is not None:
+        chats = any(each.kind == "chat" for each in inputs)
+        parts = differing(then["tokenizer"]["sha256"], about["sha256"], chats=chats)
+        found += [f"the tokenizer's {part} differ (it was {then['tokenizer']['name']})" for part in parts]
+    if len(then["sources"]) != len(inputs):
+        return found + [f"it has {len(then['sources'])} sources, now there are {len(inputs)}"]
+    for old, new in zip(then["sources"], inputs, strict=True):
+        for name, before, now in (
+            ("kind", old["kind"], new.kind),
+            ("format", old["format"], new.format),
+            ("columns", old["columns"], new.source.columns),
+        ):
+            if before != now:
+                found.append(f"source {new.source.path}: {name} was {before!r}, is now {now!r}")
+        if old["dataset"] != new.dataset:
+            found.append(f"source {new.source.path}: the dataset has changed, or is another")
+        found += _changed_files(old["files"], [] if new.files is None else named(new.files))
+    return found
+
+
+def _changed_files(then: list[dict[str, Any]], now: list[tuple[str, Path]]) -> list[str]:
+    before = {each["name"]: each for each in then}
+    after = dict(now)
+    found = [f"the file {name} is new" for name in after if name not in before]
+    found += [f"the file {name} is gone" for name in before if name not in after]
+    for name, path in now:
+        if name not in before:
+            continue
+        old, new = before[name], stamp(path)
+        if old["bytes"] != new["bytes"]:
+            found.append(f"{path} had {old['bytes']:,} bytes, now {new['bytes']:,}")
+        elif old["mtime_ns"] != new["mtime_ns"] and file_sha256(path) != old["sha256"]:
+            found.append(f"{path} has changed (SHA-256 differs)")
+    return found[:8] + ([f"and {len(found) - 8} more files"] if len(found) > 8 else [])
