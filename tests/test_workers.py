@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -125,10 +126,17 @@ def test_every_run_starts_from_the_same_seed(workers: Workers) -> None:
     assert len({*workers.run(random_number, world=2), *workers.run(random_number, world=2)}) == 1
 
 
-def test_a_run_leaves_no_group_behind(workers: Workers) -> None:
+@pytest.fixture
+def fresh() -> Iterator[Workers]:
+    """Workers that no other test has used: their threads are their own."""
+    with Workers(4) as own:
+        yield own
+
+
+def test_a_run_leaves_no_group_behind(fresh: Workers) -> None:
     threads = []
     for elements in range(8, 80, 8):  # other shapes each time: DTensor caches by shape and mesh
-        for total, groups, count in workers.run(sum_over_mesh, elements, world=4):
+        for total, groups, count in fresh.run(sum_over_mesh, elements, world=4):
             assert (total, groups) == (elements, 3)  # the world, and one group for each axis
             threads.append(count)
     assert max(threads) - min(threads) <= 6  # what the two groups of one run own; nine runs left 48 more
@@ -170,16 +178,16 @@ def test_the_rank_that_raised_first_is_named(workers: Workers) -> None:
     ("how", "headline"),
     [("raise", "rank 1 raised KeyError: 'missing weight'"), ("sys.exit", "rank 1 raised SystemExit: bye")],
 )
-def test_one_rank_raises_while_the_others_wait(workers: Workers, short_grace: None, how: str, headline: str) -> None:
-    workers.run(pid, world=4)
+def test_one_rank_raises_while_the_others_wait(fresh: Workers, short_grace: None, how: str, headline: str) -> None:
+    fresh.run(pid, world=4)
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        workers.run(leave_without_word, 1, how, world=4)
+        fresh.run(leave_without_word, 1, how, world=4)
     assert time.monotonic() - begin < 5.0
     text = str(caught.value)
     assert text.splitlines()[0] == headline
     assert "ranks 0, 2, 3 stood here" in text and "in barrier" in text
-    assert workers.run(sum_of_ranks, world=4) == [6.0] * 4
+    assert fresh.run(sum_of_ranks, world=4) == [6.0] * 4
 
 
 @pytest.mark.parametrize(("how", "cause"), [("kill", "killed by SIGKILL"), ("exit", "exit code 3")])

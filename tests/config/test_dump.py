@@ -97,7 +97,7 @@ def test_origins_are_comments(tmp_path: Path):
     text = load(path, ["train.steps=30", "stack=auto"]).text
     assert "\n  steps: 30  # --train.steps\n" in text and "\nstack: auto  # --stack\n" in text
     assert f"\n  rows: 8  # {tmp_path}/odd?name: {{.yaml:2\n" in text
-    assert "\n  lr: 0.001  # recipe tiny_cpu:" in text and "\n  clip: 1.0\n" in text
+    assert "\n  lr: 0.01  # recipe tiny_cpu:" in text and "\n  clip: 1.0\n" in text
     copy = tmp_path / "copy.yaml"
     copy.write_text(text)
     assert load(copy).config == load(path, ["train.steps=30", "stack=auto"]).config

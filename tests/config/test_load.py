@@ -40,7 +40,7 @@ def test_command_line_over_file_over_recipe_over_default():
     config = run(text, "train.lr=7e-4")
     assert config.train.lr == 7e-4  # command line
     assert config.train.rows == 8  # file
-    assert config.train.steps == 200 and config.stack.ring == 2  # recipe
+    assert config.train.steps == 80 and config.stack.ring == 2  # recipe
     assert config.train.eps == 1e-8  # default
     other = run("recipe: tiny_cpu\ndata: {context: 1M}\n", recipe="llama3_8b_1m_8xh100")
     assert other.launch.workers == 8 and other.launch.cpu is None  # --recipe wins over the file's

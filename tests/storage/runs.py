@@ -16,7 +16,7 @@ from ithaca.storage.low_bit import wide_copy
 from ithaca.verify.presets import add_lora, build, preset_config
 
 
-def tokens(step: int, rows: int = 8, length: int = 20) -> Tensor:
+def tokens(step: int, rows: int = 4, length: int = 12) -> Tensor:
     return torch.randint(0, 257, (rows, length), generator=torch.Generator().manual_seed(step))
 
 
@@ -34,13 +34,13 @@ def started(preset: str = "llama3", stack: dict[str, Any] | None = None, **model
     return run, torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
 
 
-def train(run: ithaca.Run, optimizer: Any, steps: range) -> list[float]:
+def train(run: ithaca.Run, optimizer: Any, steps: range, noise: bool = True) -> list[float]:
     """Losses of these steps. Data, learning rate and noise on the data depend on the step, or on the random states."""
     losses = []
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + step)
-        ids = (tokens(step) + shared_noise()) % 257
+        ids = (tokens(step) + (shared_noise() if noise else 0)) % 257
         loss = run.loss(run.shard(ids))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
@@ -80,22 +80,23 @@ def state_of(run: ithaca.Run, optimizer: Any) -> dict[str, Any]:
 
 
 def trained_and_saved(folder: str, preset: str = "llama3", stack: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Three steps, a checkpoint, and three more. -> losses of the last three, weights"""
-    model = {key: value for key, value in options.items() if key in ("lora", "seed")}
+    """Two steps, a checkpoint, and two more. -> losses of the last two, weights, everything at the moment of the checkpoint"""
+    model = {key: value for key, value in options.items() if key not in ("asynchronous", "moment")}
     run, optimizer = started(preset, stack, **model)
     seeded()
-    train(run, optimizer, range(3))
+    train(run, optimizer, range(2))
+    moment = {**weights(run), **state_of(run, optimizer)} if options.get("moment") else {}
     later = options.get("asynchronous", False)
-    saving = save(Path(folder), run, optimizer, {"cursor": 24}, step=3, asynchronous=later)
-    losses = train(run, optimizer, range(3, 6))  # while it is being written, if asynchronous
+    saving = save(Path(folder), run, optimizer, {"cursor": 24}, step=2, asynchronous=later)
+    losses = train(run, optimizer, range(2, 4))  # while it is being written, if asynchronous
     assert (saving.path is None) == later
     saving.wait()
-    return losses, weights(run)
+    return losses, weights(run), moment
 
 
 def resumed(folder: str, preset: str = "llama3", stack: dict[str, Any] | None = None, **model: Any) -> Any:
-    """Three more steps from the checkpoint, in a model that begins with other weights. -> losses, weights"""
+    """Two more steps from the checkpoint, in a model that begins with other weights. -> losses, weights"""
     run, optimizer = started(preset, stack, **{"seed": 0 if model.get("lora") else 5, **model})
     extra = load(Path(folder), run, optimizer)
-    assert extra == {"step": 3, "cursor": 24}
-    return train(run, optimizer, range(3, 6)), weights(run)
+    assert extra == {"step": 2, "cursor": 24}
+    return train(run, optimizer, range(2, 4)), weights(run)

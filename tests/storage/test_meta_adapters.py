@@ -46,7 +46,9 @@ def meta(name: str, **more: Any) -> Any:
 TIED: dict[str, Any] = {"every linear and the head": {"tie_word_embeddings": True}}
 
 
-def filled(folder: str, name: str, stack: dict[str, Any], seed: int = 0, **more: Any) -> tuple[dict[str, Tensor], float]:
+def filled(
+    folder: str, name: str, stack: dict[str, Any], seed: int = 0, **more: Any
+) -> tuple[dict[str, Tensor], float]:
     run = ithaca.prepare(meta(name, **more), ithaca.Stack(**stack), device="cpu", weights=folder, seed=seed)
     found = weights(run)
     loss = run.loss(run.shard(tokens(0)))
@@ -106,7 +108,9 @@ def test_what_needs_the_base_first_is_refused(folders: dict[str, Path]):
     for kind in ("orthogonal", "eva"):
         model = meta(name)
         model.peft_config["default"].init_lora_weights = kind
-        with pytest.raises(ValueError, match=rf"init_lora_weights=True or 'gaussian', not .*{kind}.* choose one of the two"):
+        with pytest.raises(
+            ValueError, match=rf"init_lora_weights=True or 'gaussian', not .*{kind}.* choose one of the two"
+        ):
             ithaca.prepare(model, ithaca.Stack(shard_parameters=False), device="cpu", weights=folders[name])
 
 
@@ -117,5 +121,7 @@ def test_half_a_meta_model_is_refused(folders: dict[str, Path]):
         if "lora_" in key:
             module, _, last = key.rpartition(".")
             setattr(model.get_submodule(module), last, torch.nn.Parameter(torch.zeros(parameter.shape)))
-    with pytest.raises(ValueError, match="a part of the model is on the meta device and another is not; build all of it there"):
+    with pytest.raises(
+        ValueError, match="a part of the model is on the meta device and another is not; build all of it there"
+    ):
         ithaca.prepare(model, ithaca.Stack(shard_parameters=False), device="cpu", weights=folders[name])

@@ -153,13 +153,11 @@ def is_packed(state: dict[str, Any]) -> bool:
 
 def test_eight_bit_states_continue_bit_for_bit(workers: Workers, tmp_path: Path):
     pytest.importorskip("torchao")
-    for world, stack in ((1, dict(shard_parameters=False)), (2, dict(ulysses=2))):
-        args = (str(tmp_path / str(world)), stack)
-        there = workers.run(eight_bit, *args, False, world=world, hidden_size=256)
-        here = workers.run(eight_bit, *args, True, world=world, hidden_size=256)
-        for (losses, final, _, packed), (again, last, _, _) in zip(there, here, strict=True):
-            assert packed > 5 and again == losses
-            assert all(torch.equal(last[key], value) for key, value in final.items())
+    there = workers.run(eight_bit, str(tmp_path), dict(ulysses=2), False, world=2, hidden_size=256)
+    here = workers.run(eight_bit, str(tmp_path), dict(ulysses=2), True, world=2, hidden_size=256)
+    for (losses, final, _, packed), (again, last, _, _) in zip(there, here, strict=True):
+        assert packed > 5 and again == losses
+        assert all(torch.equal(last[key], value) for key, value in final.items())
 
 
 def test_eight_bit_states_move_to_other_ranks(workers: Workers, tmp_path: Path):
@@ -167,7 +165,9 @@ def test_eight_bit_states_move_to_other_ranks(workers: Workers, tmp_path: Path):
     divide into blocks, but the second of two ranks has 128 rows of it, and those do: half of it is in 8 bits then."""
     pytest.importorskip("torchao")
     one, two = (str(tmp_path / name) for name in ("one", "two"))
-    alone = workers.run(eight_bit, one, dict(), False, world=1)[0]
+    alone = workers.run(eight_bit, one, dict(shard_parameters=False), False, world=1)[0]
+    again = workers.run(eight_bit, one, dict(), True, world=1)[0]
+    assert again[0] == alone[0] and all(torch.equal(again[2][key], value) for key, value in alone[2].items())
     moved = workers.run(eight_bit, one, dict(ulysses=2), True, world=2)[0]
     assert alone[3] > 3 and moved[3] == 0
     wider = {key: value for key, value in alone[2].items() if "proj" in key}

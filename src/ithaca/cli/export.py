@@ -64,10 +64,12 @@ def _carry_out(options: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(options.source)
     record = read_json(checkpoint / STATE)
     config = _run_config(checkpoint)
-    lora = config is not None and config.model.lora is not None
-    merge = options.merge if options.merge is not None else bool(lora and config.model.lora.merge_on_export)
+    lora = None if config is None else config.model.lora
+    merge = options.merge if options.merge is not None else lora is not None and lora.merge_on_export
     tokenizer = options.tokenizer or _tokenizer(config, record["model"]["name_or_path"])
-    base = options.base or (Path(config.model.folder) if lora and Path(config.model.folder).is_dir() else None)
+    base = options.base
+    if base is None and config is not None and lora is not None and Path(config.model.folder).is_dir():
+        base = Path(config.model.folder)
     export_checkpoint(
         checkpoint,
         options.out,
