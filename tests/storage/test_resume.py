@@ -74,6 +74,14 @@ def test_one_process_without_a_group(tmp_path: Path):
         assert here == losses[2:] and same(last, final) and not dist.is_initialized()
 
 
+def test_one_process_with_a_group_of_its_own(tmp_path: Path):
+    """The default stack on one GPU: FSDP2 makes a group of one."""
+    there, final, _ = trained_and_saved(str(tmp_path), asynchronous=True)
+    assert dist.get_world_size() == 1
+    here, last = resumed(str(tmp_path))
+    assert here == there and same(last, final)
+
+
 def quiet(folder: str, stack: dict[str, Any], steps: range, previous: bool) -> list[float]:
     """Steps without random draws, so that ranks may differ in number; resumed first, saved afterwards."""
     run, optimizer = started("llama3", stack, seed=5 if previous else 0, num_hidden_layers=1)

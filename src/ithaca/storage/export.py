@@ -6,8 +6,8 @@ a PEFT adapter folder, or a full model with the adapters merged.
 
 Memory: one parameter at a time. `export_model` is collective; every rank takes part in gathering a parameter, which is then whole
 on each device for a moment, and rank 0 writes it. `export_checkpoint` needs no process group and no GPU: a parameter is read from
-the shards of the checkpoint, written, and forgotten. The largest is usually the embedding, or all experts of a layer; merging
-takes three times that, in fp32.
+the shards of the checkpoint (which takes it twice), written, and forgotten. The largest is usually the embedding, or all experts
+of a layer; merging takes three times that, in fp32.
 
 The folder appears under its name when it is complete, and an existing one is never touched. In fp32 the round trip is exact;
 bf16 rounds the fp32 masters once.

@@ -83,22 +83,16 @@ def build_model(options: Model, config: Any, seed: int) -> tuple[nn.Module, Path
     from transformers.utils import logging as words
 
     words.disable_progress_bar()  # the run has a display of its own
-    fresh = options.random_init or is_preset(options)
+    build = AutoModelForCausalLM.from_config
     torch.manual_seed(seed)  # the same weights on every rank
-    if fresh or options.lora is not None:
-        # adapters are made for modules that exist, so a LoRA base is loaded as it is: frozen and in the compute dtype
-        if fresh:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                options.folder, config=config, dtype=DTYPES[options.dtype], local_files_only=True,
-                trust_remote_code=options.trust_remote_code, use_safetensors=True,
-            )  # fmt: skip
+    if options.random_init or is_preset(options):
+        model = build(config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
         return (with_lora(model, options.lora, seed) if options.lora else model), None
+    # a frozen LoRA base stays in the compute dtype; what is trained gets fp32 masters
+    dtype = DTYPES[options.dtype] if options.lora else torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=options.trust_remote_code
-        )
+        model = build(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
+        model = with_lora(model, options.lora, seed) if options.lora else model
     return model, Path(options.folder)
 
 
@@ -124,7 +118,7 @@ def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run
         model = model.to(dtype)
     return prepare(
         model, stack, device=device, dtype=dtype, weights=weights, scratch=config.stack.scratch,
-        offload_parameters=config.train.offload_optimizer,
+        offload_parameters=config.train.offload_optimizer, seed=config.train.seed + 1,
     )  # fmt: skip
 
 
