@@ -46,6 +46,11 @@ def die_on_rank_1(config: Config) -> int:
     return 0
 
 
+def say(line: str) -> None:
+    """In one write: ranks share an output, and lines must not run into each other."""
+    os.write(1, f"{line}\n".encode())
+
+
 def prove(config: Config) -> int:
     """The stack of the config on all ranks against the untouched model on one; and which hosts share an axis."""
     import socket
@@ -62,7 +67,7 @@ def prove(config: Config) -> int:
     assert stack is not None
     items = run_case(Case("llama3", stack, world=dist.get_world_size(), length=301), ("plain",))
     for item in items:
-        print(f"{item.name}: {item.error:.2e} of {item.limit:.0e} {'ok' if item.ok else 'MISS'}")
+        say(f"{item.name}: {item.error:.2e} of {item.limit:.0e} {'ok' if item.ok else 'MISS'}")
     mesh = build_mesh(stack, torch.device("cpu"))
     hosts: list = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
@@ -71,7 +76,7 @@ def prove(config: Config) -> int:
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         if dist.get_rank() == 0:
-            print(name, everyone)
+            say(f"{name} {everyone}")
     cable = psutil.net_io_counters(pernic=True).get("cable")
     if cable and os.environ["LOCAL_RANK"] == "0":
         os.write(1, f"sent over the cable: {cable.bytes_sent}\n".encode())  # in one piece: two hosts share a pipe
