@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.activations import disk, host, scratch
+from ithaca.activations import disk, host, pipe, scratch
 from ithaca.activations.disk import DiskStore
 from ithaca.activations.host import HostStore
 from ithaca.activations.packing import pack
@@ -54,7 +54,7 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(pipe, "CHUNK", 2 * BLOCK)
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
@@ -292,8 +292,8 @@ def test_gpu_store_notices_writes_in_place(opened: Opener) -> None:
 
 def test_disk_store_notices_early_writes(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     store, x, go = opened("disk"), torch.ones(3), threading.Event()
-    load = disk._Staging.load
-    monkeypatch.setattr(disk._Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
+    load = pipe.Staging.load
+    monkeypatch.setattr(pipe.Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
     handle = store.put([x])
     x.add_(1)
     go.set()
@@ -504,8 +504,8 @@ def test_put_waits_when_the_disk_is_slow(opened: Opener, monkeypatch: pytest.Mon
     monkeypatch.setattr(disk, "IN_FLIGHT", 100)
     store, go = opened("disk"), threading.Event()
     assert isinstance(store, DiskStore)
-    load = disk._Staging.load
-    monkeypatch.setattr(disk._Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
+    load = pipe.Staging.load
+    monkeypatch.setattr(pipe.Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
     handles = [store.put([torch.full((10,), float(i))]) for i in range(3)]  # 120 bytes, one put over the limit
     waited = threading.Timer(0.2, go.set)
     waited.start()
@@ -584,7 +584,7 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_was_read_ahead_is_not_read_again(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, size = opened("disk"), 3 * disk.CHUNK // 4 + 5  # in float32: three chunks and a bit
+    store, size = opened("disk"), 3 * pipe.CHUNK // 4 + 5  # in float32: three chunks and a bit
     kept = [[torch.full((size,), float(i)), torch.arange(7) + i] for i in range(4)]
     handles = [store.put(tensors) for tensors in kept]
     for handle in handles:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.activations import disk, host
+from ithaca.activations import host, pipe
 from ithaca.activations.disk import DiskStore
 from ithaca.activations.host import HostStore
 from ithaca.activations.packing import pack
@@ -117,7 +117,7 @@ def test_the_stress_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip_is_bit_identical(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "CHUNK", 8192)
+    monkeypatch.setattr(pipe, "CHUNK", 8192)
     base = torch.randn(3, 5, 7, device=CUDA)
     tensors = [
         base,

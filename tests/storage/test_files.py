@@ -18,7 +18,7 @@ def make(folder: Path, step: int, content: bytes = b"numbers") -> Path:
     """A published checkpoint of two small files."""
     hidden = files.start(folder, step, "aaaa", 10)
     (hidden / "shard").write_bytes(content)
-    entries = {"shard": {"size": len(content), "sha256": files.file_hash(hidden / "shard")}}
+    entries = {"shard": {"size": len(content), "sha256": files.sha256_of(hidden / "shard")}}
     entries["state.json"] = files.write_json(hidden / "state.json", {"format": 1, "step": step})
     return files.publish(hidden, step, "aaaa", entries)
 

@@ -51,7 +51,7 @@ def forge(path: Path, content: Any) -> None:
     """Replace the records, and the manifest with them, as an attacker would."""
     (path / ".metadata").write_bytes(pickle.dumps(content))
     manifest = json.loads((path / "manifest.json").read_text())
-    about = {"size": (path / ".metadata").stat().st_size, "sha256": files.file_hash(path / ".metadata")}
+    about = {"size": (path / ".metadata").stat().st_size, "sha256": files.sha256_of(path / ".metadata")}
     manifest["files"][".metadata"] = about
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert files.verify(path) == []

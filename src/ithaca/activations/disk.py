@@ -14,34 +14,27 @@ Reading a layer's tensors back at the rate of a disk, when its backward begins, 
 them many times. So while a layer's backward attends, the tensors of the layer below are read into host memory (`ahead`),
 from where they go to the device as often as asked for. What lives only within a layer never sees the disk (`brief`).
 
-The file itself is in scratch.py. An error in a thread is kept and raised by the next put or take; the store is of no
-use after that.
+The threads are in pipe.py, the file itself is in scratch.py. An error in a thread is kept and raised by the next put or
+take; the store is of no use after that.
 """
 
 from __future__ import annotations
 
-import errno
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from ithaca.activations.host import HostBuffer, HostPool, HostStore, available_memory
-from ithaca.activations.packing import Layout, Source, pack
-from ithaca.activations.scratch import REMEDY, Extents, ScratchFile, round_up
-from ithaca.activations.store import IN_FLIGHT, Meter, Store, StoreReport, human_bytes
+from ithaca.activations.host import HostPool, HostStore, available_memory
+from ithaca.activations.packing import Layout, pack
+from ithaca.activations.pipe import Copy, Pipe, Transfer, mark
+from ithaca.activations.scratch import Extents, ScratchFile, round_up
+from ithaca.activations.store import IN_FLIGHT, Store, StoreReport
 
-CHUNK = 8 << 20  # bytes of one write or read
-WORKERS = 4
 ADDED = ("puts", "takes", "prefetched", "bytes_out", "bytes_in", "copy_seconds", "exposed_seconds", "setup_seconds")
 
 
@@ -54,9 +47,9 @@ class DiskStore(Store):
             raise ValueError(f"the disk store works for cuda and cpu devices, got {self.device}")
         self._file = ScratchFile(Path(tempfile.gettempdir() if scratch is None else scratch))
         self._extents = Extents()
-        self._pipe = _Pipe(self._file, self.device)
+        self._pipe = Pipe(self._file, self.device)
         self._copies = self._pipe.busy
-        self._leaving: deque[_Transfer] = deque()
+        self._leaving: deque[Transfer] = deque()
         self._near = HostPool(self.device)
         self._brief: HostStore | None = None
 
@@ -81,7 +74,7 @@ class DiskStore(Store):
                     begin = time.perf_counter()
                     (buffer,) = self._near.get_all([entry.length])
                     self._setup_seconds += time.perf_counter() - begin
-                    entry.copy = _Copy(buffer, entry.start, entry.write)
+                    entry.copy = Copy(buffer, entry.start, entry.write)
                     self._pipe.bring_near(entry.copy)
 
     def report(self) -> StoreReport:
@@ -139,7 +132,7 @@ class DiskStore(Store):
         self._file.grow(size)
         self._extents.claim(start, length)
         self._setup_seconds += time.perf_counter() - begin
-        write = _Transfer([flat for _, flat in packed], start, _mark(stream))
+        write = Transfer([flat for _, flat in packed], start, mark(stream))
         self._pipe.send(write)
         self._leaving.append(write)
         self._bytes_out += sum(layout.nbytes for layout in layouts)
@@ -175,7 +168,7 @@ class DiskStore(Store):
         tensors = [layout.empty(self.device) for layout in entry.layouts]
         flats = [layout.flat(tensor) for layout, tensor in zip(entry.layouts, tensors, strict=True)]
         stream = self._stream()
-        read = _Transfer(flats, entry.start, _mark(stream), after=entry.write, copy=entry.copy)
+        read = Transfer(flats, entry.start, mark(stream), after=entry.write, copy=entry.copy)
         self._pipe.receive(read)
         return _Arrival(tensors, read, stream)
 
@@ -222,280 +215,13 @@ class _Entry:
     layouts: list[Layout]
     start: int
     length: int
-    write: _Transfer
+    write: Transfer
     arrival: _Arrival | None = None
-    copy: _Copy | None = None  # the same bytes in host memory
+    copy: Copy | None = None  # the same bytes in host memory
 
 
 @dataclass
 class _Arrival:
     tensors: list[Tensor]
-    read: _Transfer
+    read: Transfer
     stream: torch.cuda.Stream | None  # the stream the tensors were made on
-
-
-class _Transfer:
-    """The bytes of one put, on their way out or in, chunk by chunk."""
-
-    def __init__(
-        self,
-        flats: list[Tensor],
-        start: int,
-        mark: torch.cuda.Event | None,
-        after: _Transfer | None = None,
-        copy: _Copy | None = None,
-    ):
-        self.source: Source | None = Source(flats)  # references, until all chunks have been copied
-        self.nbytes = self.source.nbytes
-        self.mark = mark
-        self.after = after
-        self.copy = copy
-        self.cancelled = False
-        self.left = threading.Event()  # no chunk needs the tensors any more
-        self.done = threading.Event()  # no chunk needs the file any more
-        self.chunks: list[_Chunk] = []
-        for index, flat in enumerate(flats):
-            for at in range(0, flat.numel(), CHUNK):
-                length = min(CHUNK, flat.numel() - at)
-                self.chunks.append(_Chunk(index, at, length, start + at))
-            start += round_up(flat.numel())
-        self._lock = threading.Lock()
-        self._copied = self._finished = 0
-        if not self.chunks:
-            self._leave()
-            self.done.set()
-
-    def flat(self, chunk: _Chunk) -> Tensor:
-        assert self.source is not None
-        return self.source.tensors[chunk.tensor].narrow(0, chunk.at, chunk.length)
-
-    def copied(self, *, out: bool) -> None:
-        with self._lock:
-            self._copied += 1
-            last = self._copied == len(self.chunks)
-        if last:
-            try:
-                if out and self.source is not None:
-                    self.source.check_unchanged()
-            finally:
-                self._leave()
-
-    def finished(self) -> None:
-        with self._lock:
-            self._finished += 1
-            last = self._finished == len(self.chunks)
-        if last:
-            self._leave()
-            self.done.set()
-
-    def _leave(self) -> None:
-        self.source = None  # free the tensors before anyone who waits for that goes on
-        self.left.set()
-
-
-class _Copy:
-    """An extent of the file on its way into host memory, chunk by chunk."""
-
-    def __init__(self, buffer: HostBuffer, start: int, after: _Transfer):
-        self.buffer, self.start, self.after = buffer, start, after
-        self.cancelled = False
-        self.done = threading.Event()
-        self.offsets = range(0, buffer.nbytes, CHUNK)
-        self._lock = threading.Lock()
-        self._finished = 0
-
-    def view(self, at: int) -> memoryview:
-        return memoryview(self.buffer.memory)[at : at + CHUNK]
-
-    def bytes_of(self, chunk: _Chunk) -> Tensor:
-        return self.buffer.bytes.narrow(0, chunk.offset - self.start, chunk.length)
-
-    def finished(self) -> None:
-        with self._lock:
-            self._finished += 1
-            last = self._finished == len(self.offsets)
-        if last:
-            self.done.set()
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    tensor: int  # index of the tensor in the put
-    at: int  # first byte in the tensor
-    length: int
-    offset: int  # first byte in the file
-
-
-@dataclass
-class _Failure:
-    error: BaseException
-    doing: str
-
-
-class _Pipe:
-    """Threads, staging buffers and the first error. Threads never reach the store, so that it can be collected."""
-
-    def __init__(self, file: ScratchFile, device: torch.device):
-        self.busy = _Busy()
-        self._file = file
-        self._failure: _Failure | None = None
-        self._ring: SimpleQueue[_Staging] = SimpleQueue()
-        for _ in range(WORKERS):
-            self._ring.put(_Staging(device))
-        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="ithaca-disk")
-        # threads of their own: a chunk that the computation waits for must not queue behind a layer that is read ahead
-        self._ahead = ThreadPoolExecutor(WORKERS, thread_name_prefix="ithaca-disk-ahead")
-
-    def send(self, transfer: _Transfer) -> None:
-        for chunk in transfer.chunks:
-            self._threads.submit(self._write, transfer, chunk)
-
-    def receive(self, transfer: _Transfer) -> None:
-        for chunk in transfer.chunks:
-            self._threads.submit(self._read, transfer, chunk)
-
-    def bring_near(self, copy: _Copy) -> None:
-        for at in copy.offsets:
-            self._ahead.submit(self._copy, copy, at)
-
-    def raise_failure(self) -> None:
-        if self._failure is None:
-            return
-        error, doing = self._failure.error, self._failure.doing
-        if isinstance(error, OSError):
-            first = "free space" if error.errno == errno.ENOSPC else "check the disk"
-            message = f"{doing} {self._file} failed ({error.strerror or error}): {first}, {REMEDY}"
-            raise OSError(error.errno, message) from error
-        raise RuntimeError(f"{doing} {self._file} failed: {error}") from error
-
-    def close(self) -> None:
-        self._ahead.shutdown(wait=True, cancel_futures=True)
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        while not self._ring.empty():
-            self._ring.get().close()
-
-    def _write(self, transfer: _Transfer, chunk: _Chunk) -> None:
-        with self._guard(transfer, f"writing {human_bytes(chunk.length)} to") as staging:
-            if staging is None:
-                return
-            if transfer.mark is not None:
-                transfer.mark.synchronize()
-            with self.busy.span():
-                staging.load(transfer.flat(chunk))
-                transfer.copied(out=True)
-                self._file.write(staging.view(round_up(chunk.length)), chunk.offset)
-
-    def _read(self, transfer: _Transfer, chunk: _Chunk) -> None:
-        with self._guard(transfer, f"reading {human_bytes(chunk.length)} from") as staging:
-            if staging is None:
-                return
-            if transfer.after is not None:
-                transfer.after.done.wait()  # its chunks came first, so other threads have them: this ends
-            if transfer.mark is not None:
-                transfer.mark.synchronize()
-            if transfer.copy is not None:
-                transfer.copy.done.wait()
-                if self._failure is not None:
-                    return
-            with self.busy.span():
-                if transfer.copy is not None:
-                    staging.copy(transfer.flat(chunk), transfer.copy.bytes_of(chunk))
-                else:
-                    self._file.read(staging.view(round_up(chunk.length)), chunk.offset)
-                    staging.unload(transfer.flat(chunk))
-                transfer.copied(out=False)
-
-    def _copy(self, copy: _Copy, at: int) -> None:
-        try:
-            if self._failure is None and not copy.cancelled:
-                copy.after.done.wait()
-                with self.busy.span():
-                    self._file.read(copy.view(at), copy.start + at)
-        except BaseException as error:
-            if self._failure is None:
-                self._failure = _Failure(error, "reading from")
-        finally:
-            copy.finished()
-
-    @contextmanager
-    def _guard(self, transfer: _Transfer, doing: str) -> Iterator[_Staging | None]:
-        """A staging buffer, or None if the work is pointless by now; keeps the first error; counts the chunk."""
-        staging = self._ring.get()
-        try:
-            yield None if self._failure is not None or transfer.cancelled else staging
-        except BaseException as error:
-            if self._failure is None:
-                self._failure = _Failure(error, doing)
-        finally:
-            self._ring.put(staging)
-            transfer.finished()
-
-
-class _Staging:
-    """One chunk of host memory between device and file. On CUDA each has a stream of its own."""
-
-    def __init__(self, device: torch.device):
-        self._buffer = HostBuffer(CHUNK, device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def load(self, flat: Tensor) -> None:
-        self.copy(self._buffer.bytes[: flat.numel()], flat)
-
-    def unload(self, flat: Tensor) -> None:
-        self.copy(flat, self._buffer.bytes[: flat.numel()])
-
-    def view(self, length: int) -> memoryview:
-        return memoryview(self._buffer.memory)[:length]
-
-    def close(self) -> None:
-        self._buffer.close()
-
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """Over when it returns: what follows may free the device memory or hand the chunk to the file."""
-        if self._stream is None:
-            to.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            to.copy_(source, non_blocking=True)
-        self._stream.synchronize()
-
-
-class _Busy(Meter):
-    """Seconds in which at least one thread was at work."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._active = 0
-        self.reset()
-
-    def reset(self) -> None:
-        with self._guard:
-            super().reset()
-            self._since = time.perf_counter()
-
-    @contextmanager
-    def span(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-        with self._guard:
-            if self._active == 0:
-                self._since = time.perf_counter()
-            self._active += 1
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._active -= 1
-                if self._active == 0:
-                    self._seconds += time.perf_counter() - self._since
-
-    def total(self) -> float:
-        with self._guard:
-            return self._seconds + (time.perf_counter() - self._since if self._active else 0.0)
-
-
-def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """The point `stream` has been asked to reach; a thread that waits for it sleeps instead of spinning."""
-    if stream is None:
-        return None
-    mark = torch.cuda.Event(blocking=True)
-    mark.record(stream)
-    return mark

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from ithaca.activations.packing import Source
+from ithaca.config.sizes import format_bytes as human_bytes
 
 StoreKind = Literal["gpu", "host", "disk"]
 
@@ -382,12 +383,3 @@ class Meter:
     def _read_oldest(self) -> None:
         start, end = self._pairs.popleft()
         self._seconds += start.elapsed_time(end) / 1e3
-
-
-def human_bytes(count: float) -> str:
-    """12400000000 -> '12.4 GB' (decimal units)."""
-    units = ["B", "KB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"

@@ -19,7 +19,6 @@ memory, and a disk that fails is an exception with a file name instead of SIGBUS
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from bisect import bisect_right
@@ -29,6 +28,8 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+
+from ..files import sha256_of
 
 FORMAT, VERSION = "ithaca packed", 1
 BLOCK = 4096  # tokens between two entries of sums-*.bin
@@ -180,7 +181,7 @@ class Packed:
     def verify(self) -> None:
         """Read every file and compare its SHA-256 with the manifest."""
         for name, about in self.manifest["files"].items():
-            if file_sha256(self.folder / name) != about["sha256"]:
+            if sha256_of(self.folder / name) != about["sha256"]:
                 raise ValueError(
                     f"{self.folder / name} has changed since it was written (SHA-256 differs); copy it again or pack the "
                     "data again"
@@ -219,11 +220,3 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path} names the file {name!r} outside of the folder; do not use it")
     return manifest
-
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

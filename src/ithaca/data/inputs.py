@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .folder import file_sha256, read_manifest
+from ..files import sha256_of
+from .folder import read_manifest
 from .readers import dataset_parts, first_columns, split_parts
 from .source import Files, Part, Source, find_files, is_dataset, tell_kind
 from .tokenizer import differing
@@ -102,6 +103,6 @@ def _changed_files(then: list[dict[str, Any]], now: list[tuple[str, Path]]) -> l
         old, new = before[name], stamp(path)
         if old["bytes"] != new["bytes"]:
             found.append(f"{path} had {old['bytes']:,} bytes, now {new['bytes']:,}")
-        elif old["mtime_ns"] != new["mtime_ns"] and file_sha256(path) != old["sha256"]:
+        elif old["mtime_ns"] != new["mtime_ns"] and sha256_of(path) != old["sha256"]:
             found.append(f"{path} has changed (SHA-256 differs)")
     return found[:8] + ([f"and {len(found) - 8} more files"] if len(found) > 8 else [])

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from .folder import FORMAT, INDEX, VERSION, Packed, file_sha256, token_dtype
+from ..files import sha256_of
+from .folder import FORMAT, INDEX, VERSION, Packed, token_dtype
 from .inputs import Input, differences, named, stamp, understand
 from .parallel import run_tasks
 from .progress import Progress
@@ -152,7 +153,7 @@ def _write(
     content = {name: digest for result in shards for name, digest in result["sha256"].items()} | index
     files = {**content}
     for path in sorted((into / "tokenizer").glob("*")):
-        files[f"tokenizer/{path.name}"] = file_sha256(path)
+        files[f"tokenizer/{path.name}"] = sha256_of(path)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -191,7 +192,7 @@ def _write_index(into: Path, done: list[dict[str, Any]]) -> dict[str, str]:
     if not masked:
         (into / "supervised.bin").unlink()
     names = ["documents.bin", *(["supervised.bin"] if masked else [])]
-    return {name: file_sha256(into / name) for name in names}
+    return {name: sha256_of(into / name) for name in names}
 
 
 def _describe(each: Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:

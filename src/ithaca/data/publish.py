@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ..files import sync
+
 
 def publish(folder: Path, fill: Callable[[Path], None], *, replace: bool = False) -> None:
     """Let `fill` write into a new folder beside `folder`, then rename it. Nothing stays behind if that fails.
@@ -47,15 +49,6 @@ def publish(folder: Path, fill: Callable[[Path], None], *, replace: bool = False
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 os.rename(old, folder)
-
-
-def sync(path: Path) -> None:
-    """Bring a file or the entries of a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _mark() -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .folder import BLOCK, INDEX, file_sha256, token_dtype
+from ..files import sha256_of
+from .folder import BLOCK, INDEX, token_dtype
 
 
 class ShardWriter:
@@ -98,7 +99,7 @@ class ShardWriter:
             "supervised": self.supervised,
             "largest": self.largest,
             "dropped": dict(self.dropped),
-            "sha256": {name: file_sha256(self.folder / name) for name in names.values() if name is not None},
+            "sha256": {name: sha256_of(self.folder / name) for name in names.values() if name is not None},
         }
 
     def __enter__(self) -> ShardWriter:

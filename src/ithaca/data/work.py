@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ..files import sha256_of
 from .encode import Encoder
-from .folder import file_sha256
 from .readers import Record, read_arrays, read_records, read_text
 from .render import around, columns_of, encode_text, given_tokens, render_text
 from .shard import ShardWriter
@@ -43,7 +43,7 @@ def start_worker(job: Job) -> Callable[[Any, Report], Any]:
 
     def handle(task: tuple[int, Part] | str, report: Report) -> Any:
         if isinstance(task, str):
-            return file_sha256(Path(task))
+            return sha256_of(Path(task))
         number, part = task
         with ShardWriter(Path(job.folder), number, job.vocabulary) as writer:
             _PartWorker(job, part, encoder, writer, report).run()

@@ -27,6 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..files import sha256_of, sync
+
 log = logging.getLogger("ithaca")
 
 FORMAT = 1
@@ -104,7 +106,7 @@ def changed(path: Path, names: list[str]) -> list[str]:
 
     def differs(name: str) -> str | None:
         try:
-            same = file_hash(path / name) == files[name]["sha256"]
+            same = sha256_of(path / name) == files[name]["sha256"]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         return None if same else f"{name} has changed since it was saved (SHA-256 differs)"
@@ -195,18 +197,18 @@ def publish(hidden: Path, step: int, run: str, files: Mapping[str, Mapping[str, 
         "files": {name: dict(files[name]) for name in sorted(files)},
     }
     write_json(hidden / MANIFEST, manifest)
-    flush_folder(hidden)
+    sync(hidden)
     aside = None
     if target.exists():  # damaged, or `start` had refused
         aside = folder / f".step-{step}.{run}-damaged.tmp"
         log.warning("replacing damaged checkpoint %s", target)
         target.rename(aside)
     hidden.rename(target)
-    flush_folder(folder)
+    sync(folder)
     beside = folder / f".{LATEST}.{run}"
     _write(beside, target.name + "\n")
     os.replace(beside, folder / LATEST)
-    flush_folder(folder)
+    sync(folder)
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
     return target
@@ -224,23 +226,6 @@ def _write(path: Path, text: str) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def flush_folder(folder: Path) -> None:
-    """A rename is on disk once its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def file_hash(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()
 
 
 # -- keeping ----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..files import sync
 from ..mesh import Mesh
 from .adapters import adapter_state, sources
-from .files import CheckpointError, flush_folder
+from .files import CheckpointError
 from .ranks import each, first
 from .safetensors_shards import Entry, Shards
 
@@ -155,10 +156,7 @@ def _finish(outgoing: Outgoing, hidden: Path, folder: Path) -> None:
                 outgoing.generation.save_pretrained(str(hidden))
         except ValueError as error:  # transformers refuses to write settings that contradict each other
             log.warning("%s was not written: %s", _GENERATION, error)
-    for path in hidden.iterdir():
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    flush_folder(hidden)
+    for path in (*hidden.iterdir(), hidden):
+        sync(path)
     os.rename(hidden, folder)  # over an empty folder, if there is one
-    flush_folder(folder.parent)
+    sync(folder.parent)

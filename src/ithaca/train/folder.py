@@ -14,13 +14,14 @@ import fcntl
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..files import write_atomically
 
 CONTRACT = 1
 """Version of the layout; in every status.json."""
@@ -155,22 +156,6 @@ def _lock(file: int) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(0.02)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename over. A crash leaves the old file or the new one."""
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(file, "w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fchmod(handle.fileno(), 0o644)  # mkstemp makes files that nobody else can read
-            os.fsync(handle.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _in_use(path: Path, file: int) -> str:
