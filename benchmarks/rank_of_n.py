@@ -39,6 +39,10 @@ SHAPES = {
         hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
         vocab_size=128256, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )),
+    "llama32_3b": ("llama", 28, dict(
+        hidden_size=3072, intermediate_size=8192, num_attention_heads=24, num_key_value_heads=8, head_dim=128,
+        vocab_size=128256, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )),
     "qwen3_32b": ("qwen3", 64, dict(
         hidden_size=5120, intermediate_size=25600, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
         vocab_size=151936,

@@ -65,7 +65,7 @@ from ithaca.stack import require
 SUITED: list[tuple[str, dict[str, Any]]] = [  # up to this context, this stack
     ("32K", dict(recompute="none", tile=None)),
     ("128K", dict(recompute="keep_attention", store="gpu", tile=8192)),
-    ("1000M", dict(recompute="keep_attention", store="host", tile=4096, heads_per_stage=4)),
+    ("1000M", dict(recompute="keep_attention", store="host", tile=8192, heads_per_stage=8)),
 ]
 ONE_GPU: dict[str, dict[str, Any]] = {
     # Untied Ulysses as published, on one GPU

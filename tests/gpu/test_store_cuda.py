@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.activations import host, pipe
+from ithaca.activations import disk, host, pipe
 from ithaca.activations.disk import DiskStore
 from ithaca.activations.host import HostStore
 from ithaca.activations.packing import pack
@@ -106,7 +106,14 @@ def test_no_race_under_load(kind: str, drop: bool, tmp_path: Path) -> None:
             assert report.bytes_out > report.bytes_in if drop else report.bytes_out == report.bytes_in
 
 
-def test_the_stress_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third put waits for the first, however small they are."""
+    monkeypatch.setattr(host, "IN_FLIGHT", 0)
+    monkeypatch.setattr(disk, "IN_FLIGHT", 0)
+
+
+def test_the_stress_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, two_under_way: None) -> None:
     monkeypatch.setattr(HostStore, "_retire_oldest", lambda self: self._leaving.popleft())
     choose, wrong = random.Random(0), 0
     with open_store("host", device=CUDA) as store:
@@ -195,7 +202,7 @@ def test_copies_hide_behind_work() -> None:
     assert busy.setup_seconds < 0.1 and idle.setup_seconds < 0.1  # pinned in the first step only
 
 
-def test_device_memory_stays_bounded() -> None:
+def test_device_memory_stays_bounded(two_under_way: None) -> None:
     """Two puts on their way out and the one being made; later one on its way in and the one in use."""
     unit, slack = 1 << 26, 1 << 22
     with open_store("host", device=CUDA) as store:
@@ -274,15 +281,18 @@ def test_settle_allows_writes_in_place(kind: str, tmp_path: Path) -> None:
         assert wrong.item() == 0
 
 
-def test_early_write_is_noticed() -> None:
+@pytest.mark.parametrize("puts", [0, 3])
+def test_early_write_is_noticed(puts: int, two_under_way: None) -> None:
+    """By a later put that lets go of the first, or else when it is taken."""
     with open_store("host", device=CUDA) as store:
         x = torch.ones(1 << 20, device=CUDA)
         torch.cuda._sleep(50 * MILLISECOND)
-        handles = [store.put([x])]
+        handle = store.put([x])
         x.add_(1)
         with pytest.raises(RuntimeError, match="written in place"):
-            for _ in range(3):
-                handles.append(store.put([torch.ones(1 << 20, device=CUDA)]))
+            kept = [store.put([torch.ones(1 << 20, device=CUDA)]) for _ in range(puts)]
+            assert not kept  # the write was to be noticed above
+            store.take(handle)
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -300,7 +310,7 @@ def test_a_store_collected_under_way_does_no_harm(kind: str, tmp_path: Path) -> 
         assert bool((mine == 3).all())
 
 
-def test_disk_reports_and_bounds(tmp_path: Path) -> None:
+def test_disk_reports_and_bounds(tmp_path: Path, two_under_way: None) -> None:
     unit, slack = 1 << 26, 1 << 22
     with open_store("disk", device=CUDA, scratch=tmp_path) as store:
         assert isinstance(store, DiskStore)

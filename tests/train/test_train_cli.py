@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -69,6 +70,26 @@ def test_text_in_model_folder_out(model_folder: Path, texts: Path, tmp_path: Pat
     start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     changed = [n for n, p in trained.named_parameters() if not torch.equal(p, start.get_parameter(n))]
     assert len(changed) == len(list(start.parameters())) and (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path, texts: Path, capsys):
+    """A model folder may be a config alone, and data token ids; the ids are then checked against the model's vocabulary."""
+    LlamaConfig(vocab_size=64, max_position_embeddings=128, **TINY).save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "row.npy", np.arange(128) % 64)
+    np.save(tmp_path / "wrong.npy", np.arange(128))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{folder: {tmp_path / 'model'}, random_init: true}}\n"
+        f"data: {{context: 128, packed: {tmp_path / 'packed'}, sources: [{tmp_path / 'row.npy'}]}}\ntrain: {{steps: 2}}\n"
+    )
+    assert run(capsys, "data", "pack", tmp_path / "run.yaml")[0] == 0
+    trained = ["train", tmp_path / "run.yaml", "--data.packed", "null", *ALONE]
+    code, out, err = run(capsys, *trained, "--run.folder", tmp_path / "run")
+    assert code == 0, err
+    assert "1 rows of 128 tokens" in out and "finished 2 steps" in out
+    code, _, err = run(capsys, *trained, "--data.sources", tmp_path / "wrong.npy", "--run.folder", tmp_path / "wrong")
+    assert code == 3 and "64" in err and "vocabulary" in err
+    code, _, err = run(capsys, *trained, "--data.sources", texts, "--run.folder", tmp_path / "text")
+    assert code == 3 and "holds text, so a tokenizer is needed" in err
 
 
 def test_lora_from_the_config(model_folder: Path, tmp_path: Path, capsys):

@@ -47,9 +47,7 @@ from ithaca.config.sizes import format_bytes as human_bytes
 
 StoreKind = Literal["gpu", "host", "disk"]
 
-IN_FLIGHT = (
-    2**30
-)  # bytes of puts under way whose sources are held for the copy before a further put waits; two always may
+IN_FLIGHT = 2**30  # bytes of puts under way whose sources are held before a further put waits; two always may
 
 
 def open_store(kind: StoreKind, *, device: torch.device, scratch: Path | None = None) -> Store:

@@ -135,6 +135,7 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
     from ..config import load
     from ..config.sizes import parse_tokens
     from ..data.source import sources_of
+    from ..train.samples import encoding
 
     config = load(options.files[0]).config
     sources, data = sources_of(config.data.sources), config.data
@@ -150,8 +151,8 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "sources": sources,
         "out": out,
-        "tokenizer": options.tokenizer or data.tokenizer or config.model.folder,
-        "vocabulary": options.vocabulary,
+        **({"tokenizer": options.tokenizer} if options.tokenizer else encoding(config)),
+        **({"vocabulary": options.vocabulary} if options.vocabulary else {}),
         "eos": data.eos if options.eos is None else options.eos,
         "chat_template": None if template is None else Path(template).read_text(),
         "plan": (parse_tokens(options.context) if options.context else data.context, data.long_documents, data.seed),

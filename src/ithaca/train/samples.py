@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from ..batch import Batch
 from ..config.schema import Config, Source
@@ -23,6 +24,7 @@ from ..data.rows import Stream, open_rows
 from ..data.source import sources_of
 from ..data.tokenizer import check_tokenizer, load_tokenizer
 from ..run import Run
+from .build import model_config
 
 
 def packed_folder(config: Config) -> Path:
@@ -42,15 +44,23 @@ def pack_sources(config: Config, say: Callable[[str], None]) -> None:
     """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of the documents."""
     files, folder = _from_files(config.data.sources), packed_folder(config)
     if files:
-        tokenizer = config.data.tokenizer or config.model.folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        pack(sources_of(files), folder, tokenizer=tokenizer, eos=config.data.eos, say=say)
+        pack(sources_of(files), folder, eos=config.data.eos, say=say, **encoding(config))
     found = _open(config)
-    tokenizer = Path(config.data.tokenizer or config.model.folder)
-    if (tokenizer / "tokenizer.json").is_file():
-        check_tokenizer(found[0].packed, load_tokenizer(tokenizer), str(tokenizer))
+    tokenizer = config.data.tokenizer or config.model.folder
+    if (Path(tokenizer) / "tokenizer.json").is_file():
+        check_tokenizer(found[0].packed, load_tokenizer(tokenizer), tokenizer)
     for rows in found:
         say("\n".join(plan_words(rows.name, config.data.context, rows.plan.counts, config.data.long_documents)))
+
+
+def encoding(config: Config) -> dict[str, Any]:
+    """What `pack` is told of tokens: the tokenizer, or, where the model comes without one, the size of its vocabulary, with which
+    data that is tokenised already can be packed."""
+    tokenizer = config.data.tokenizer or config.model.folder
+    if config.data.tokenizer is None and not list(Path(tokenizer).glob("tokenizer*")):
+        return {"vocabulary": model_config(config.model, config.data.context).vocab_size}
+    return {"tokenizer": tokenizer}
 
 
 def _open(config: Config) -> list:

@@ -1,0 +1,93 @@
+"""Real training steps of a known shape at a long context: `ithaca train` itself, on one row that repeats.
+
+    python benchmarks/train_steps.py --shape llama32_1b --context 128K --steps 10
+    python benchmarks/train_steps.py --shape llama32_3b --context 256K --steps 2 --set stack.recompute=keep_attention
+    python benchmarks/train_steps.py --shape tiny --context 2K --steps 4 --set launch.cpu=2 --set stack.ulysses=2
+
+Weights are random, tokens are drawn by Zipf's law with a fixed seed; the model, its optimizer and its data go the whole way of a
+user's run: config, packing, launch, AdamW on fp32 masters, metrics, checkpoint at the end. What it writes goes into a temporary
+folder and is removed. Prints the step table from metrics.jsonl; the first step also builds kernels and pins host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from side_by_side import ALL_SHAPES, size
+
+
+def make_inputs(folder: Path, shape: str, context: int) -> None:
+    """A model folder with nothing but its config, and one row of tokens."""
+    from transformers import AutoConfig
+
+    family, depth, sizes = ALL_SHAPES[shape]
+    AutoConfig.for_model(
+        family, num_hidden_layers=depth, max_position_embeddings=context, bos_token_id=None, eos_token_id=None, **sizes
+    ).save_pretrained(folder / "model")
+    vocabulary = sizes["vocab_size"]
+    odds = 1.0 / np.arange(1, vocabulary + 1)
+    tokens = np.random.default_rng(0).choice(vocabulary, size=context, p=odds / odds.sum())
+    np.save(folder / "row.npy", tokens.astype(np.int32))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=ALL_SHAPES, default="llama32_1b")
+    parser.add_argument("--context", type=size, default="128K")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
+    parser.add_argument("--folder", help="where the temporary folder goes (default: the system's)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ithaca-train-", dir=options.folder) as made:
+        folder = Path(made)
+        make_inputs(folder, options.shape, options.context)
+        settings = {
+            "model.folder": folder / "model",
+            "model.random_init": "true",
+            "data.context": options.context,
+            "data.sources": f"[{{path: {folder / 'row.npy'}, format: tokens}}]",
+            "data.eos": "false",
+            "train.steps": options.steps,
+            "train.lr": 3e-4,
+            "train.warmup": 1,
+            "train.schedule": "constant",
+            "checkpoint.every": "null",
+            "run.folder": folder / "run",
+            **dict(pair.split("=", 1) for pair in options.set),
+        }
+        (folder / "run.yaml").write_text("{}\n")
+        command = [sys.executable, "-m", "ithaca", "train", str(folder / "run.yaml")]
+        begin = time.perf_counter()
+        done = subprocess.run([*command, *(f"--{name}={value}" for name, value in settings.items())])
+        spent = time.perf_counter() - begin
+        print(f"\n{options.shape}, {options.context:,} tokens, exit code {done.returncode}, {spent:.0f} s in all\n")
+        print(
+            "| step | loss | gradient norm | seconds | tokens/s/GPU | MFU | peak GB | host GB | waited for copies s |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
+        metrics = folder / "run" / "metrics.jsonl"
+        for line in metrics.read_text().splitlines() if metrics.exists() else ():
+            step = json.loads(line)
+            if "event" in step:
+                print(f"<!-- {line} -->")
+                continue
+            peak, mfu = step["gpu_peak"] or 0, step["mfu"] or 0
+            print(
+                f"| {step['step']} | {step['loss']:.4f} | {step['grad_norm']:.3f} | {step['seconds']:.2f} | "
+                f"{step['tokens_per_second']:.0f} | {mfu:.3f} | {peak / 1e9:.1f} | {step['host_peak'] / 1e9:.1f} | "
+                f"{step['copy_wait']:.2f} |"
+            )
+        saved = sum(file.stat().st_size for file in (folder / "run").rglob("*.distcp"))
+        print(f"\ncheckpoint: {saved / 1e9:.1f} GB")
+        raise SystemExit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
