@@ -28,7 +28,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ithaca
-from ithaca.attention.kernel import Calls
+from ithaca.plan.dry_run import DryKernel
 
 SHAPES = {
     "llama3_8b": ("llama", 32, dict(
@@ -48,25 +48,6 @@ SHAPES = {
         vocab_size=151936,
     )),
 }  # fmt: skip
-
-
-class NoMath:
-    """Allocates like an attention kernel, the fp32 accumulator of dq included, and computes nothing."""
-
-    name, packed = "none", False
-
-    def __init__(self) -> None:
-        self.calls = Calls()
-
-    def problem(self, device, dtype, head_dim, windowed):
-        return None
-
-    def forward(self, q, k, v, *, causal, scale, window):
-        return torch.zeros_like(q), torch.zeros(q.shape[:3], device=q.device)
-
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
-        torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
 class Marks:
@@ -160,7 +141,7 @@ def measure(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     run = ithaca.prepare(model, stack, device=on)
     if not attention:
-        run.kernels.chosen = {need: NoMath() for need in run.kernels.chosen}
+        run.kernels.chosen = {need: DryKernel("fa4") for need in run.kernels.chosen}  # pyright: ignore
     for kernel in run.kernels.chosen.values():
         if one_call and hasattr(kernel, "query_tile"):
             kernel.query_tile = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -205,6 +205,7 @@ class Run:
             recompute=self.stack.recompute_of(layer.index),
             # backward begins with the last layer: what it keeps is wanted again at once
             store=self.store.brief if layer.index == len(self.decoder.layers) - 1 else self.store,
+            below=self.store,
             engine=self.stack.engine_of(layer.index),
             hold=self.stack.hold,
             count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
@@ -223,7 +224,9 @@ class Run:
         keeping = sum(self.stack.recompute_of(layer) == "keep_attention" for layer in layers)
         need = x.numel() * x.element_size() * len(layers) + (attended + lse) * keeping
         if any(self.stack.engine_of(layer) == "streamed" for layer in layers):
-            need += attended  # in backward one layer's gradient of it passes through the store as well
+            # in backward one layer's gradient of it passes through the store as well, and the fp32 sums of KV gradients
+            shared = max(len(stage.kv[self.mesh.ulysses.rank]) for stage in self.schedule)
+            need += attended + 8 * x.shape[0] * x.shape[1] * self.mesh.ulysses.size * shared * projector.head_dim
         per_host = min(self.mesh.world.size, torch.cuda.device_count() if x.is_cuda else self.mesh.world.size)
         error = None
         try:

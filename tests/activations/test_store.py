@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.activations import disk, host, pipe, scratch
+from ithaca.activations import disk, host, near, pipe, scratch, transfer
 from ithaca.activations.disk import DiskStore
 from ithaca.activations.host import HostStore
 from ithaca.activations.packing import pack
 from ithaca.activations.scratch import Extents
-from ithaca.activations.store import Store, human_bytes, open_store
+from ithaca.activations.store import Handle, Store, human_bytes, open_store
 
 CPU = torch.device("cpu")
 KINDS = ["gpu", "host", "disk"]
@@ -54,7 +55,13 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(transfer, "CHUNK", 2 * BLOCK)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host memory for puts: all goes through the disk."""
+    monkeypatch.setattr(near, "NEAR", 0)
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
@@ -255,10 +262,8 @@ def test_dropped_handles_release(kind: str, opened: Opener) -> None:
         gc.collect()
         assert len(store) == 0
         if isinstance(store, DiskStore):
-            for transfer in [entry.write for entry in store._lingering]:
-                assert transfer.done.wait(10)
-            while store._lingering:
-                store.report()
+            assert store.idle_bytes == store.held_bytes  # what it waits for is over soon
+            assert store._near.idle_bytes == store._near.held_bytes > 0
         assert store.idle_bytes == store.held_bytes
         held.append(store.held_bytes)
     assert len(set(held)) == 1
@@ -290,10 +295,18 @@ def test_gpu_store_notices_writes_in_place(opened: Opener) -> None:
         store.take(handle)
 
 
-def test_disk_store_notices_early_writes(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, x, go = opened("disk"), torch.ones(3), threading.Event()
-    load = pipe.Staging.load
-    monkeypatch.setattr(pipe.Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
+def held_up(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> threading.Event:
+    """A method that waits for the event before it works."""
+    go, plain = threading.Event(), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: (go.wait(10), plain(*args))[1])
+    return go
+
+
+@pytest.mark.parametrize("budget", [0, near.NEAR])
+def test_disk_store_notices_early_writes(budget: int, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "NEAR", budget)
+    store, x = opened("disk"), torch.ones(3)
+    go = held_up(monkeypatch, pipe.Staging, "copy")
     handle = store.put([x])
     x.add_(1)
     go.set()
@@ -481,6 +494,7 @@ def _os_open(path: object, flags: int, mode: int, refuse: Callable[..., int]) ->
     return refuse() if flags & os.O_TMPFILE == os.O_TMPFILE else _real_open(path, flags, mode)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("far")
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
 def test_error_in_a_thread_surfaces(call: str, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened("disk")
@@ -502,10 +516,7 @@ def test_error_in_a_thread_surfaces(call: str, opened: Opener, monkeypatch: pyte
 def test_put_waits_when_the_disk_is_slow(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond two puts no more than IN_FLIGHT bytes are held; the wait is counted."""
     monkeypatch.setattr(disk, "IN_FLIGHT", 100)
-    store, go = opened("disk"), threading.Event()
-    assert isinstance(store, DiskStore)
-    load = pipe.Staging.load
-    monkeypatch.setattr(pipe.Staging, "load", lambda self, flat: (go.wait(10), load(self, flat)))
+    store, go = opened("disk"), held_up(monkeypatch, pipe.Staging, "copy")
     handles = [store.put([torch.full((10,), float(i))]) for i in range(3)]  # 120 bytes, one put over the limit
     waited = threading.Timer(0.2, go.set)
     waited.start()
@@ -583,8 +594,9 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return offsets
 
 
+@pytest.mark.usefixtures("far")
 def test_what_was_read_ahead_is_not_read_again(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, size = opened("disk"), 3 * pipe.CHUNK // 4 + 5  # in float32: three chunks and a bit
+    store, size = opened("disk"), 3 * transfer.CHUNK // 4 + 5  # in float32: three chunks and a bit
     kept = [[torch.full((size,), float(i)), torch.arange(7) + i] for i in range(4)]
     handles = [store.put(tensors) for tensors in kept]
     for handle in handles:
@@ -604,6 +616,7 @@ def test_what_was_read_ahead_is_not_read_again(opened: Opener, monkeypatch: pyte
     assert isinstance(store, DiskStore) and store._near.idle_bytes == store._near.held_bytes > 0
 
 
+@pytest.mark.usefixtures("far")
 def test_reading_ahead_of_dropped_handles(opened: Opener) -> None:
     store = opened("disk")
     handles = [store.put([torch.full((300_000,), float(i))]) for i in range(5)]
@@ -619,13 +632,14 @@ def test_reading_ahead_of_dropped_handles(opened: Opener) -> None:
 def test_no_reading_ahead_without_memory_for_it(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened("disk")
     assert isinstance(store, DiskStore)
-    monkeypatch.setattr(disk, "available_memory", lambda: 1000)
+    monkeypatch.setattr(near, "available_memory", lambda: 1000)
     handles = [store.put([torch.ones(1000)]) for _ in range(2)]
     store.ahead(handles[1].order, 4000)
     assert store._near.held_bytes == 0
     assert_same(store.take(handles[0]), [torch.ones(1000)])
 
 
+@pytest.mark.usefixtures("far")
 def test_a_disk_that_fails_while_reading_ahead(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened("disk")
     handles = [store.put([torch.ones(1_000_000)]) for _ in range(3)]
@@ -649,3 +663,276 @@ def test_the_brief_store_of_a_disk_is_memory(opened: Opener) -> None:
     assert_same(store.brief.take(handle), [torch.ones(10)])
     store.reset()
     assert len(store) == 0 and store.report().puts == 0 and opened("host").brief.kind == "host"
+
+
+# What was put last stays in host memory.
+
+
+def near_store(opened: Opener, monkeypatch: pytest.MonkeyPatch, chunks: int) -> DiskStore:
+    """A disk store with small chunks, and host memory for so many of them."""
+    monkeypatch.setattr(transfer, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(near, "NEAR", chunks * 2 * BLOCK)
+    store = opened("disk")
+    assert isinstance(store, DiskStore)
+    return store
+
+
+def filled(number: int, chunks: float = 1) -> Tensor:
+    return torch.full((int(chunks * 2 * BLOCK) // 4,), float(number))
+
+
+def wait_for_file(store: DiskStore) -> None:
+    """Until the file has all that was put."""
+    for entry in store._live.values():
+        assert entry.write.done.wait(10) and (entry.copy is None or entry.copy.done.wait(10))
+
+
+def near_handles(store: DiskStore) -> list[bool]:
+    return [entry.near is not None for entry in store._live.values()]
+
+
+def test_the_newest_come_back_without_the_disk(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, offsets, handles = near_store(opened, monkeypatch, chunks=4), counted_reads(monkeypatch), []
+    for step in range(3):
+        offsets.clear()
+        for i in range(8):
+            handles.append(store.put([filled(i)]))
+            wait_for_file(store)
+        assert near_handles(store) == [False] * 4 + [True] * 4
+        for i in (7, 6, 5):
+            assert_same(store.take(handles.pop()), [filled(i)])
+        assert not offsets
+        for i in (4, 3, 2, 1, 0):
+            assert_same(store.take(handles.pop()), [filled(i)])
+        assert len(offsets) == 4
+        assert store._near.held_bytes == store._near.idle_bytes == near.NEAR
+        assert store.held_bytes == store.idle_bytes == 8 * 2 * BLOCK, f"step {step}"
+
+
+def test_room_is_made_by_the_oldest_and_no_more_than_needed(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, handles = near_store(opened, monkeypatch, chunks=6), []
+    for i, chunks in enumerate((1, 2, 1, 2)):
+        handles.append(store.put([filled(i, chunks)]))
+    wait_for_file(store)
+    assert near_handles(store) == [True] * 4
+    handles.append(store.put([filled(4, 1.5)]))  # two buffers: the first put has one, the second two
+    assert near_handles(store) == [False, False, True, True, True]
+    assert store._near.idle_bytes == 2 * BLOCK and store._near.held_bytes == near.NEAR
+    wait_for_file(store)
+    handles.append(store.put([filled(5, 6.5)]))  # more than all of it: nobody gives way
+    assert near_handles(store) == [False, False, True, True, True, False]
+    for i, chunks in reversed(list(enumerate((1, 2, 1, 2, 1.5, 6.5)))):
+        assert_same(store.take(handles[i]), [filled(i, chunks)])
+
+
+def test_a_copy_that_is_read_does_not_give_way(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = near_store(opened, monkeypatch, chunks=2)
+    handles = [store.put([filled(i)]) for i in range(2)]
+    wait_for_file(store)
+    go = held_up(monkeypatch, pipe.Staging, "copy")
+    first = store._live[handles[0].order]
+    first.arrival = store._fetch(first)
+    handles.append(store.put([filled(2)]))
+    assert near_handles(store) == [True, False, True]
+    go.set()
+    for i in (0, 2, 1):
+        assert_same(store.take(handles[i]), [filled(i)])
+
+
+def test_a_slow_disk_holds_nobody_up(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room, for nothing is written yet: puts go the other way. What is near is settled and taken meanwhile."""
+    store, offsets = near_store(opened, monkeypatch, chunks=3), counted_reads(monkeypatch)
+    go = held_up(monkeypatch, scratch.ScratchFile, "write")
+    handles = [store.put([filled(i)]) for i in range(6)]
+    assert near_handles(store) == [True] * 3 + [False] * 3
+    for handle in handles:
+        store.settle(handle)
+    for i in (2, 1):
+        assert_same(store.take(handles[i]), [filled(i)])
+    assert not go.is_set() and not offsets
+    assert store._near.idle_bytes == 0, "a thread is at work on them"
+    go.set()
+    for i in (5, 4, 3, 0):
+        assert_same(store.take(handles[i]), [filled(i)])
+    assert len(offsets) == 3
+    assert store.idle_bytes == store.held_bytes and store._near.idle_bytes == store._near.held_bytes
+
+
+def test_bytes_of_the_file_wait_for_the_thread_that_writes_them(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = near_store(opened, monkeypatch, chunks=3)
+    go = held_up(monkeypatch, scratch.ScratchFile, "write")
+    begun = threading.Event()
+    write = scratch.ScratchFile.write
+    monkeypatch.setattr(scratch.ScratchFile, "write", lambda *args: (begun.set(), write(*args))[1])
+    handle = store.put([filled(0)])
+    assert begun.wait(10)
+    store.take(handle)
+    waited = threading.Timer(0.2, go.set)
+    waited.start()
+    handle = store.put([filled(1)])  # the file does not grow: a moment later the bytes are free
+    assert go.is_set() and store.held_bytes == 2 * BLOCK
+    wait_for_file(store)
+    store._near.give(store._live[handle.order].copy)
+    assert_same(store.take(handle), [filled(1)])
+
+
+def test_what_is_taken_early_is_not_written(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, written = near_store(opened, monkeypatch, chunks=100), []
+    go = held_up(monkeypatch, scratch.ScratchFile, "write")
+    write = scratch.ScratchFile.write
+    monkeypatch.setattr(scratch.ScratchFile, "write", lambda *args: (written.append(args[2]), write(*args))[1])
+    handles = [store.put([filled(i)]) for i in range(20)]
+    for i in reversed(range(20)):
+        assert_same(store.take(handles[i]), [filled(i)])
+    go.set()
+    assert store.idle_bytes == store.held_bytes
+    store.close()
+    assert len(written) <= pipe.WORKERS
+
+
+@pytest.mark.parametrize("way", ["available", "pin"])
+def test_without_host_memory_all_goes_through_the_disk(
+    way: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tried = near_store(opened, monkeypatch, chunks=100), []
+
+    def refuse(nbytes: int, device: torch.device) -> None:
+        tried.append(nbytes)
+        raise MemoryError("could not pin")
+
+    if way == "available":
+        monkeypatch.setattr(near, "available_memory", lambda: 8 * 2 * BLOCK - 1)
+    else:
+        monkeypatch.setattr(near, "HostBuffer", refuse)
+    handles = [store.put([filled(i)]) for i in range(4)]
+    store.ahead(handles[3].order, 3 * 2 * BLOCK)
+    assert near_handles(store) == ([False] * 4 if way == "pin" else [True] * 3 + [False])  # ahead may take half
+    assert len(tried) == (way == "pin")
+    for i in reversed(range(4)):
+        assert_same(store.take(handles[i]), [filled(i)])
+
+
+def test_reading_ahead_and_puts_share_memory(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, offsets, handles = near_store(opened, monkeypatch, chunks=2), counted_reads(monkeypatch), []
+    for i in range(6):
+        handles.append(store.put([filled(i)]))
+        wait_for_file(store)
+    store.ahead(handles[5].order, 3 * 2 * BLOCK)  # the newest of the three is near
+    assert near_handles(store) == [False, False, True, True, True, True] and len(offsets) <= 2
+    wait_for_file(store)
+    handles.append(store.put([filled(6)]))  # the oldest that is near gives way, read ahead or not
+    assert near_handles(store) == [False, False, False, True, True, True, True]
+    assert store._near.held_bytes == 4 * 2 * BLOCK
+    for i in reversed(range(7)):
+        assert_same(store.take(handles[i]), [filled(i)])
+    assert len(offsets) == 2 + 3
+
+
+def test_a_write_that_fails_later_is_raised(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = near_store(opened, monkeypatch, chunks=100)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(scratch.os, "pwrite", full)
+    handle = store.put([filled(0, 3)])
+    wait_for_file(store)
+    message = r"writing 8\.2 KB to scratch folder .* failed \(No space left on device\): free space, .*store='host'"
+    with pytest.raises(OSError, match=message) as caught:
+        store.take(handle)
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("chunks", [0, 2, 100])
+def test_closing_under_way(chunks: int, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes, prefetches and reading ahead that wait for each other: the close ends, whichever is first."""
+    store = near_store(opened, monkeypatch, chunks)
+    go = held_up(monkeypatch, scratch.ScratchFile, "write")
+    read = held_up(monkeypatch, scratch.ScratchFile, "read")
+    handles = [store.put([filled(i, 3)]) for i in range(8)]
+    store.ahead(handles[-1].order, 10**9)
+    for entry in list(store._live.values())[-2:]:
+        entry.arrival = store._fetch(entry)
+    for event in (go, read):
+        threading.Timer(0.1, event.set).start()
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ithaca-disk")]
+
+
+@pytest.mark.parametrize("chunks", [0, 2, 100])
+def test_collected_under_way(chunks: int, opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    near_store(opened, monkeypatch, chunks).close()  # sets the sizes
+    store = open_store("disk", device=CPU, scratch=tmp_path)
+    written, begun = [], threading.Event()
+    go = held_up(monkeypatch, scratch.ScratchFile, "write")
+    write = scratch.ScratchFile.write
+    monkeypatch.setattr(
+        scratch.ScratchFile, "write", lambda *args: (written.append(args[2]), begun.set(), write(*args))[2]
+    )
+    handles = [store.put([filled(i, 3)]) for i in range(8)]
+    assert begun.wait(10)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("ithaca-disk")]
+    del store, handles
+    gc.collect()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ithaca-disk")]
+    assert len(written) <= 2 * pipe.WORKERS, "what nobody can ask for is not written"
+
+
+def random_tensors(choose: random.Random, number: int) -> list[Tensor]:
+    """None to three tensors, of sizes around a chunk and a block, empty ones too."""
+    sizes = [0, 1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 7, 5 * BLOCK - 3]
+    noise = torch.Generator().manual_seed(number)
+    lengths = [choose.choice(sizes) for _ in range(choose.randrange(4))]
+    return [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=noise) for length in lengths]
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3, 10, 1000])
+def test_everything_at_random(chunks: int, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose, store = random.Random(chunks), near_store(opened, monkeypatch, chunks)
+    for name in ("read", "write"):  # a disk of uneven speed
+        plain = getattr(scratch.ScratchFile, name)
+        monkeypatch.setattr(
+            scratch.ScratchFile,
+            name,
+            lambda *args, plain=plain: (time.sleep(random.choice((0, 0, 0.001))), plain(*args))[1],
+        )
+    kept: list[tuple[Handle, list[Tensor]]] = []
+    for number in range(600):
+        handle = None  # a dropped one is not to be held here
+        action = choose.choices(("put", "take", "any", "read", "drop", "ahead", "settle"), (9, 5, 1, 3, 1, 1, 1))[0]
+        at = choose.randrange(len(kept)) if kept else 0
+        if action == "put" or not kept:
+            tensors = random_tensors(choose, number)
+            kept.append((store.put(tensors), [tensor.clone() for tensor in tensors]))
+        elif action in ("take", "any"):
+            handle, want = kept.pop(-1 if action == "take" else at)
+            assert_same(store.take(handle), want)
+        elif action == "read":
+            assert_same(store.read(kept[at][0], then=choose.choice(kept)[0]), kept[at][1])
+        elif action == "drop":
+            del kept[at]
+        elif action == "ahead":
+            store.ahead(kept[at][0].order, choose.randrange(20) * BLOCK)
+        else:
+            x = filled(number)
+            handle = store.put([x])
+            store.settle(handle)
+            kept.append((handle, [x.clone()]))
+            x.zero_()
+        held = [buffer for copy in store._near._copies.values() for buffer in copy.buffers] + store._near._idle
+        assert len(held) == len(set(held)) == len(store._near._all)
+        assert len(store) == len(kept)
+    assert chunks or store._near.held_bytes > 0, "even then something is read ahead"
+    while kept:
+        handle, want = kept.pop()
+        assert_same(store.take(handle), want)
+    assert store.idle_bytes == store.held_bytes and store._near.idle_bytes == store._near.held_bytes
+    assert len(store) == 0

@@ -36,6 +36,9 @@ class Noted:
             every = torch.randn(count, SHAPE.rows, SHAPE.tokens, SHAPE.head_dim, generator=generator)
             value.copy_(every[heads[name]])
 
+    def park(self, sums):
+        return lambda: sums
+
     def receive(self, stage, heads, grads):
         self.log.append(f"receive {stage}")
         self.got.append((heads, {name: g.clone() for name, g in grads.items()}))

@@ -143,6 +143,25 @@ def test_pieces_that_stay_come_back_once(monkeypatch: pytest.MonkeyPatch):
     assert run.store.report().bytes_in == report.bytes_out, "all that left came back, and nothing twice"
 
 
+def test_sums_of_kv_gradients_wait_in_the_store_while_the_next_stage_attends(monkeypatch: pytest.MonkeyPatch):
+    """A stage leaves a sum behind unless it is the last of those that share its KV head. Not where pieces stay."""
+    grads = {}
+    for hold in (True, False):
+        run = prepared(store="host", heads_per_stage=1, shard_parameters=False, hold=hold)
+        loss = run.loss(run.shard(tokens(1, 48)))
+        plain, sums = run.store.put, []
+        monkeypatch.setattr(
+            run.store, "put", lambda kept, plain=plain, sums=sums: sums.append(len(kept)) or plain(kept)
+        )
+        loss.backward()
+        heads = run.decoder.layers[0].projector
+        waiting = 0 if hold else LAYERS * (heads.heads - heads.kv_heads)
+        assert sums.count(2) == waiting, "pieces go one by one, k and v together"
+        assert len(run.store) == 0
+        grads[hold] = [p.grad for p in run.model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(grads[True], grads[False], strict=True))
+
+
 @pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
 @pytest.mark.parametrize(("engine", "hold"), [("composed", None), ("streamed", False), ("streamed", True)])
 def test_what_is_kept_is_the_input_and_on_request_the_attention(engine: str, hold: bool | None, recompute: str):

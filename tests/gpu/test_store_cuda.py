@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.activations import disk, host, pipe
+from ithaca.activations import disk, host, near, scratch, transfer
 from ithaca.activations.disk import DiskStore
 from ithaca.activations.host import HostStore
 from ithaca.activations.packing import pack
@@ -106,6 +106,23 @@ def test_no_race_under_load(kind: str, drop: bool, tmp_path: Path) -> None:
             assert report.bytes_out > report.bytes_in if drop else report.bytes_out == report.bytes_in
 
 
+@pytest.mark.parametrize("chunks", [0, 1, 4])
+def test_no_race_while_copies_give_way(chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory for a few puts of two chunks each: the buffers change hands all the time."""
+    monkeypatch.setattr(transfer, "CHUNK", 4 << 20)
+    monkeypatch.setattr(near, "NEAR", chunks * (4 << 20))
+    choose, elements = random.Random(0), 1 << 20
+    wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
+    with open_store("disk", device=CUDA, scratch=tmp_path) as store:
+        assert isinstance(store, DiskStore)
+        for drop in (False, True, False, True):
+            wrong += stressed_step(store, choose, layers=10, elements=elements, drop=drop)
+        assert wrong.item() == 0
+        assert store.idle_bytes == store.held_bytes
+        assert store._near.idle_bytes == store._near.held_bytes == (chunks // 2 * 2) * (4 << 20)
+        assert all(buffer.bytes.is_pinned() for buffer in store._near._all)
+
+
 @pytest.fixture
 def two_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third put waits for the first, however small they are."""
@@ -124,7 +141,7 @@ def test_the_stress_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, two_und
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip_is_bit_identical(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe, "CHUNK", 8192)
+    monkeypatch.setattr(transfer, "CHUNK", 8192)
     base = torch.randn(3, 5, 7, device=CUDA)
     tensors = [
         base,
@@ -310,7 +327,9 @@ def test_a_store_collected_under_way_does_no_harm(kind: str, tmp_path: Path) -> 
         assert bool((mine == 3).all())
 
 
-def test_disk_reports_and_bounds(tmp_path: Path, two_under_way: None) -> None:
+def test_disk_reports_and_bounds(tmp_path: Path, two_under_way: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With host memory for none of it: what the disk itself costs."""
+    monkeypatch.setattr(near, "NEAR", 0)
     unit, slack = 1 << 26, 1 << 22
     with open_store("disk", device=CUDA, scratch=tmp_path) as store:
         assert isinstance(store, DiskStore)
@@ -328,6 +347,33 @@ def test_disk_reports_and_bounds(tmp_path: Path, two_under_way: None) -> None:
     assert idle.held_bytes == busy.held_bytes == 8 * unit
     assert idle.exposed_seconds > 0.3 * idle.copy_seconds
     assert 0 <= busy.exposed_seconds < 0.5 * busy.copy_seconds
+
+
+def test_what_is_near_does_not_wait_for_the_disk(
+    tmp_path: Path, two_under_way: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit, slack, reports, reads = 1 << 26, 1 << 22, {}, []
+    read = scratch.ScratchFile.read
+    monkeypatch.setattr(scratch.ScratchFile, "read", lambda *args: (reads.append(args[2]), read(*args))[1])
+    for budget in (near.NEAR, 0):
+        monkeypatch.setattr(near, "NEAR", budget)
+        with open_store("disk", device=CUDA, scratch=tmp_path) as store:
+            assert isinstance(store, DiskStore)
+            compute_and_keep(store, 0, layers=8)  # pins
+            torch.cuda.synchronize()
+            store.reset()
+            reads.clear()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            compute_and_keep(store, 0, layers=8)
+            assert torch.cuda.max_memory_allocated() - before <= 3 * unit + slack
+            reports[budget] = store.report()
+            assert store._near.held_bytes == (8 * unit if budget else 0)
+            assert bool(reads) == (budget == 0)
+    close, far = reports.values()
+    print(f"\nnear: {close}\nfar:  {far}")
+    assert close.setup_seconds < 0.1  # pinned in the first step only
+    assert close.exposed_seconds < 0.5 * far.exposed_seconds
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

@@ -1,27 +1,34 @@
-"""The disk store: kept tensors wait in a scratch file.
+"""The disk store: kept tensors wait in a scratch file, and those put last in host memory as well.
 
 At these lengths a layer computes for minutes per 5 GB of input, so even one ordinary disk keeps up and host memory is
-no longer the limit. Each put is cut into chunks of 8 MiB; a few threads carry chunks between device and file, each
-through one staging buffer of a small ring (pinned on CUDA):
+no longer the limit. Each put is cut into chunks of 8 MiB, and threads carry the chunks:
 
-    put    device -> staging -> file       take    file -> staging -> device
+    put    device -> host memory -> file       take    host memory -> device
+           device -> staging -> file                   file -> staging -> device
+
+Backward asks for the newest puts first, and would have to wait until the disk had written them and read them again. So a put
+goes to host memory (pinned on CUDA) and from there to the file, and stays in memory until newer puts need the room: what
+backward asks for first comes back without the disk. A put that finds no room goes through a small ring of staging
+buffers. near.py says how much memory that is and what gives way.
 
 A put returns at once. Its tensors are referenced until the last chunk has left the device; with many puts under way the
 caller waits until the oldest has left. That wait, and a wait in take, count as exposed: on CUDA the time
-the compute stream was idle, not the time the CPU stood still.
+the compute stream was idle, not the time the CPU stood still. A put that is taken before the file has it is not written on.
 
 Reading a layer's tensors back at the rate of a disk, when its backward begins, would make the GPU wait, and a streamed layer reads
 them many times. So while a layer's backward attends, the tensors of the layer below are read into host memory (`ahead`),
 from where they go to the device as often as asked for. What lives only within a layer never sees the disk (`brief`).
 
-The threads are in pipe.py, the file itself is in scratch.py. An error in a thread is kept and raised by the next put or
-take; the store is of no use after that.
+The threads are in pipe.py, what they carry in transfer.py, the file itself in scratch.py. An error in a thread is kept and
+raised by the next put or take; the store is of no use after that.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +36,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ithaca.activations.host import HostPool, HostStore, available_memory
+from ithaca.activations.host import HostStore
+from ithaca.activations.near import Near
 from ithaca.activations.packing import Layout, pack
-from ithaca.activations.pipe import Copy, Pipe, Transfer, mark
+from ithaca.activations.pipe import Pipe, mark
 from ithaca.activations.scratch import Extents, ScratchFile, round_up
 from ithaca.activations.store import IN_FLIGHT, Store, StoreReport
+from ithaca.activations.transfer import Copy, Transfer, Work
 
 ADDED = ("puts", "takes", "prefetched", "bytes_out", "bytes_in", "copy_seconds", "exposed_seconds", "setup_seconds")
 
@@ -50,7 +59,10 @@ class DiskStore(Store):
         self._pipe = Pipe(self._file, self.device)
         self._copies = self._pipe.busy
         self._leaving: deque[Transfer] = deque()
-        self._near = HostPool(self.device)
+        self._near = Near(self.device)
+        self._order = itertools.count()
+        self._stop = weakref.finalize(self, self._pipe.stop)  # collected: nobody needs the file any more
+        self._stop.atexit = False
         self._brief: HostStore | None = None
 
     @property
@@ -63,19 +75,24 @@ class DiskStore(Store):
     def ahead(self, order: int, nbytes: int) -> None:
         with self._lock:
             self._enter()
-            if 2 * nbytes > available_memory() + self._near.idle_bytes:
-                return  # host memory is short: backward then reads from the disk itself
+            wanted: list[_Entry] = []
             for key in reversed([key for key in self._live if key < order]):
                 entry: _Entry = self._live[key]
                 nbytes -= entry.length
                 if nbytes < 0:
                     break
-                if entry.copy is None and entry.arrival is None and entry.length:
-                    begin = time.perf_counter()
-                    (buffer,) = self._near.get_all([entry.length])
-                    self._setup_seconds += time.perf_counter() - begin
-                    entry.copy = Copy(buffer, entry.start, entry.write)
-                    self._pipe.bring_near(entry.copy)
+                if entry.near is None and entry.arrival is None and entry.length:
+                    wanted.append(entry)
+            if not self._near.affords([entry.length for entry in wanted]):
+                return  # host memory is short: backward then reads from the disk itself
+            for entry in wanted:
+                begin = time.perf_counter()
+                copy = self._near.fetch(entry.order, entry.start, entry.length, entry.write)
+                self._setup_seconds += time.perf_counter() - begin
+                if copy is None:
+                    return
+                entry.copy = copy
+                self._pipe.bring_near(copy)
 
     def report(self) -> StoreReport:
         """Counts of both media; what is held is the file."""
@@ -105,7 +122,7 @@ class DiskStore(Store):
     def idle_bytes(self) -> int:
         """Bytes of the file that no live handle uses."""
         with self._lock:
-            self._sweep()
+            self._drain()
             return self._extents.idle_bytes
 
     def reserve(self, total_bytes: int) -> None:
@@ -127,16 +144,28 @@ class DiskStore(Store):
         packed = [pack(tensor) for tensor in tensors]
         layouts = [layout for layout, _ in packed]
         length = sum(round_up(layout.nbytes) for layout in layouts)
-        begin = time.perf_counter()
-        start, size = self._extents.place(length)
-        self._file.grow(size)
-        self._extents.claim(start, length)
-        self._setup_seconds += time.perf_counter() - begin
+        order, start = next(self._order), self._place(length)
         write = Transfer([flat for _, flat in packed], start, mark(stream))
-        self._pipe.send(write)
+        begin = time.perf_counter()
+        copy = self._near.keep(order, start, length, write) if length else None
+        self._setup_seconds += time.perf_counter() - begin
+        self._pipe.send(write, copy)
         self._leaving.append(write)
         self._bytes_out += sum(layout.nbytes for layout in layouts)
-        return _Entry(layouts, start, length, write)
+        return _Entry(order, layouts, start, length, write, copy)
+
+    def _place(self, length: int) -> int:
+        """Where in the file `length` bytes go."""
+        start, size = self._extents.place(length)
+        if size > self._file.size and self._lingering:  # rather wait for a last chunk than make the file larger
+            with self._waits.span(self._stream()):
+                self._drain()
+            start, size = self._extents.place(length)
+        begin = time.perf_counter()
+        self._file.grow(size)
+        self._setup_seconds += time.perf_counter() - begin
+        self._extents.claim(start, length)
+        return start
 
     def _bring(self, entry: _Entry, following: _Entry | None, *, spend: bool) -> list[Tensor]:
         self._settle(entry)  # its source is free before memory for its return is allocated
@@ -156,9 +185,9 @@ class DiskStore(Store):
         if stream is not None and stream != arrival.stream:
             for tensor in arrival.tensors:  # made on one stream, used on another: the allocator has to know
                 tensor.record_stream(stream)
-        if spend:
-            self._release(entry)
         entry.arrival = None
+        if spend and not self._discard(entry):
+            self._lingering.append(entry)
         self._bytes_in += sum(layout.nbytes for layout in entry.layouts)
         return arrival.tensors
 
@@ -168,8 +197,11 @@ class DiskStore(Store):
         tensors = [layout.empty(self.device) for layout in entry.layouts]
         flats = [layout.flat(tensor) for layout, tensor in zip(entry.layouts, tensors, strict=True)]
         stream = self._stream()
-        read = Transfer(flats, entry.start, mark(stream), after=entry.write, copy=entry.copy)
-        self._pipe.receive(read)
+        near = entry.near
+        read = Transfer(flats, entry.start, mark(stream), after=entry.write.done if near is None else near.ready)
+        if near is not None:
+            near.reader = read
+        self._pipe.receive(read, near)
         return _Arrival(tensors, read, stream)
 
     def _settle(self, entry: _Entry) -> None:
@@ -179,26 +211,28 @@ class DiskStore(Store):
         self._raise_failure()
 
     def _discard(self, entry: _Entry) -> bool:
-        transfers = [entry.write, entry.copy, None if entry.arrival is None else entry.arrival.read]
-        users = [transfer for transfer in transfers if transfer is not None]
-        for transfer in users:
-            transfer.cancelled = True
-        if not all(transfer.done.is_set() for transfer in users):
-            return False  # threads still use the extent; a later call tries again
-        self._release(entry)
-        return True
-
-    def _release(self, entry: _Entry) -> None:
-        """Nobody needs these bytes of the file, nor their copy in host memory."""
+        for work in entry.works():
+            work.cancel()
+        if not all(work.done.is_set() for work in entry.works()):
+            return False  # a thread is at a chunk of the extent; a later call tries again
         self._extents.release(entry.start, entry.length)
         if entry.copy is not None:
-            self._near.give(entry.copy.buffer)
-            entry.copy = None
+            self._near.give(entry.copy)
+        return True
+
+    def _drain(self) -> None:
+        """Free all that was taken or dropped: its work is cancelled, so only chunks that threads are at have to end."""
+        self._sweep()
+        for entry in self._lingering:
+            for work in entry.works():
+                work.done.wait()
+        self._sweep()
 
     def _raise_failure(self) -> None:
         self._pipe.raise_failure()
 
     def _close(self) -> None:
+        self._stop.detach()
         self._pipe.close()
         self._leaving.clear()
         self._near.close()
@@ -212,12 +246,22 @@ class DiskStore(Store):
 
 @dataclass
 class _Entry:
+    order: int  # grows from put to put
     layouts: list[Layout]
     start: int
     length: int
-    write: Transfer
+    write: Transfer  # to host memory where `copy` has room for it, else to the file
+    copy: Copy | None  # the same bytes in host memory, on their way to the file or from it
     arrival: _Arrival | None = None
-    copy: Copy | None = None  # the same bytes in host memory
+
+    @property
+    def near(self) -> Copy | None:
+        """The copy, unless its memory went to a newer put."""
+        return self.copy if self.copy is not None and self.copy.buffers else None
+
+    def works(self) -> list[Work]:
+        works = [self.write, self.copy, None if self.arrival is None else self.arrival.read]
+        return [work for work in works if work is not None]
 
 
 @dataclass

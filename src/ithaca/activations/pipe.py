@@ -1,7 +1,7 @@
-"""How the bytes of a disk store travel: threads that carry chunks between device and file, through pinned staging buffers.
+"""How the bytes of a disk store travel: threads that carry chunks between device, host memory and file.
 
-A `Transfer` is one put or one fetch; a `Copy` an extent of the file that is read ahead into host memory. The threads know nothing
-of the store, so that it can be collected while they work.
+Each way has threads of its own, so that what the computation waits for does not queue behind what only the disk waits for. The
+threads know nothing of the store, so that it can be collected while they work; what they carry is in transfer.py.
 """
 
 from __future__ import annotations
@@ -9,114 +9,22 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ithaca.activations.host import HostBuffer
-from ithaca.activations.packing import Source
 from ithaca.activations.scratch import REMEDY, ScratchFile, round_up
 from ithaca.activations.store import Meter, human_bytes
+from ithaca.activations.transfer import CHUNK, Chunk, Copy, Transfer, Work
 
-CHUNK = 8 << 20  # bytes of one write or read
-WORKERS = 4
-
-
-class Transfer:
-    """The bytes of one put, on their way out or in, chunk by chunk."""
-
-    def __init__(
-        self,
-        flats: list[Tensor],
-        start: int,
-        mark: torch.cuda.Event | None,
-        after: Transfer | None = None,
-        copy: Copy | None = None,
-    ):
-        self.source: Source | None = Source(flats)  # references, until all chunks have been copied
-        self.nbytes = self.source.nbytes
-        self.mark = mark
-        self.after = after
-        self.copy = copy
-        self.cancelled = False
-        self.left = threading.Event()  # no chunk needs the tensors any more
-        self.done = threading.Event()  # no chunk needs the file any more
-        self.chunks: list[Chunk] = []
-        for index, flat in enumerate(flats):
-            for at in range(0, flat.numel(), CHUNK):
-                length = min(CHUNK, flat.numel() - at)
-                self.chunks.append(Chunk(index, at, length, start + at))
-            start += round_up(flat.numel())
-        self._lock = threading.Lock()
-        self._copied = self._finished = 0
-        if not self.chunks:
-            self._leave()
-            self.done.set()
-
-    def flat(self, chunk: Chunk) -> Tensor:
-        assert self.source is not None
-        return self.source.tensors[chunk.tensor].narrow(0, chunk.at, chunk.length)
-
-    def copied(self, *, out: bool) -> None:
-        with self._lock:
-            self._copied += 1
-            last = self._copied == len(self.chunks)
-        if last:
-            try:
-                if out and self.source is not None:
-                    self.source.check_unchanged()
-            finally:
-                self._leave()
-
-    def finished(self) -> None:
-        with self._lock:
-            self._finished += 1
-            last = self._finished == len(self.chunks)
-        if last:
-            self._leave()
-            self.done.set()
-
-    def _leave(self) -> None:
-        self.source = None  # free the tensors before anyone who waits for that goes on
-        self.left.set()
-
-
-class Copy:
-    """An extent of the file on its way into host memory, chunk by chunk."""
-
-    def __init__(self, buffer: HostBuffer, start: int, after: Transfer):
-        self.buffer, self.start, self.after = buffer, start, after
-        self.cancelled = False
-        self.done = threading.Event()
-        self.offsets = range(0, buffer.nbytes, CHUNK)
-        self._lock = threading.Lock()
-        self._finished = 0
-
-    def view(self, at: int) -> memoryview:
-        return memoryview(self.buffer.memory)[at : at + CHUNK]
-
-    def bytes_of(self, chunk: Chunk) -> Tensor:
-        return self.buffer.bytes.narrow(0, chunk.offset - self.start, chunk.length)
-
-    def finished(self) -> None:
-        with self._lock:
-            self._finished += 1
-            last = self._finished == len(self.offsets)
-        if last:
-            self.done.set()
-
-
-@dataclass(frozen=True)
-class Chunk:
-    tensor: int  # index of the tensor in the put
-    at: int  # first byte in the tensor
-    length: int
-    offset: int  # first byte in the file
+WORKERS = 4  # threads for each way
 
 
 @dataclass
@@ -126,30 +34,46 @@ class Failure:
 
 
 class Pipe:
-    """Threads, staging buffers and the first error. Threads never reach the store, so that it can be collected."""
+    """Threads, staging buffers and the first error."""
 
     def __init__(self, file: ScratchFile, device: torch.device):
         self.busy = Busy()
         self._file = file
         self._failure: Failure | None = None
+        self._stopped = False
         self._ring: SimpleQueue[Staging] = SimpleQueue()
-        for _ in range(WORKERS):
+        for _ in range(2 * WORKERS):  # one for each thread that uses them: none waits for another
             self._ring.put(Staging(device))
-        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="ithaca-disk")
-        # threads of their own: a chunk that the computation waits for must not queue behind a layer that is read ahead
-        self._ahead = ThreadPoolExecutor(WORKERS, thread_name_prefix="ithaca-disk-ahead")
+        self._near = _threads("ithaca-disk")  # what the computation waits for: device <-> host memory, file -> device
+        self._through = _threads("ithaca-disk-through")  # device -> file
+        self._saving = _threads("ithaca-disk-save")  # host memory -> file
+        self._ahead = _threads("ithaca-disk-ahead")  # file -> host memory
 
-    def send(self, transfer: Transfer) -> None:
-        for chunk in transfer.chunks:
-            self._threads.submit(self._write, transfer, chunk)
+    def send(self, write: Transfer, near: Copy | None) -> None:
+        """Device to file: by way of `near`, which stays, or else of staging buffers."""
+        for chunk in write.chunks:
+            doing = f"writing {human_bytes(chunk.length)} to"
+            if near is None:
+                self._through.submit(self._run, doing, write, self._write, chunk)
+            else:
+                self._near.submit(self._run, doing, write, self._copy_out, chunk, near)
+        if near is not None:
+            for at in near.offsets:
+                doing = f"writing {human_bytes(near.size(at))} to"
+                self._saving.submit(self._run, doing, near, self._save, at)
 
-    def receive(self, transfer: Transfer) -> None:
-        for chunk in transfer.chunks:
-            self._threads.submit(self._read, transfer, chunk)
+    def receive(self, read: Transfer, near: Copy | None) -> None:
+        """To the device: from `near`, or else from the file."""
+        for chunk in read.chunks:
+            doing = f"reading {human_bytes(chunk.length)} from"
+            if near is None:
+                self._near.submit(self._run, doing, read, self._read, chunk)
+            else:
+                self._near.submit(self._run, doing, read, self._copy_in, chunk, near)
 
     def bring_near(self, copy: Copy) -> None:
         for at in copy.offsets:
-            self._ahead.submit(self._copy, copy, at)
+            self._ahead.submit(self._run, "reading from", copy, self._load, at)
 
     def raise_failure(self) -> None:
         if self._failure is None:
@@ -161,67 +85,72 @@ class Pipe:
             raise OSError(error.errno, message) from error
         raise RuntimeError(f"{doing} {self._file} failed: {error}") from error
 
+    def stop(self) -> None:
+        """Nobody will ask for these bytes: what has not begun is left alone. Locks nothing, so a finalizer may call it."""
+        self._stopped = True
+
     def close(self) -> None:
-        self._ahead.shutdown(wait=True, cancel_futures=True)
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self.stop()
+        # Nothing is cancelled: every chunk is counted, so no thread waits for one that never comes.
+        for threads in (self._near, self._through, self._saving, self._ahead):
+            threads.shutdown(wait=True)
         while not self._ring.empty():
             self._ring.get().close()
 
-    def _write(self, transfer: Transfer, chunk: Chunk) -> None:
-        with self._guard(transfer, f"writing {human_bytes(chunk.length)} to") as staging:
-            if staging is None:
-                return
-            if transfer.mark is not None:
-                transfer.mark.synchronize()
-            with self.busy.span():
-                staging.load(transfer.flat(chunk))
-                transfer.copied(out=True)
-                self._file.write(staging.view(round_up(chunk.length)), chunk.offset)
-
-    def _read(self, transfer: Transfer, chunk: Chunk) -> None:
-        with self._guard(transfer, f"reading {human_bytes(chunk.length)} from") as staging:
-            if staging is None:
-                return
-            if transfer.after is not None:
-                transfer.after.done.wait()  # its chunks came first, so other threads have them: this ends
-            if transfer.mark is not None:
-                transfer.mark.synchronize()
-            if transfer.copy is not None:
-                transfer.copy.done.wait()
-                if self._failure is not None:
-                    return
-            with self.busy.span():
-                if transfer.copy is not None:
-                    staging.copy(transfer.flat(chunk), transfer.copy.bytes_of(chunk))
-                else:
-                    self._file.read(staging.view(round_up(chunk.length)), chunk.offset)
-                    staging.unload(transfer.flat(chunk))
-                transfer.copied(out=False)
-
-    def _copy(self, copy: Copy, at: int) -> None:
+    def _run(self, doing: str, work: Work, task: Callable[..., None], *args: Any) -> None:
+        """One chunk, in a thread. Keeps the first error; after it, nothing is carried any more."""
+        begun = False
         try:
-            if self._failure is None and not copy.cancelled:
-                copy.after.done.wait()
+            work.wait()
+            begun = work.begin()
+            if begun and self._failure is None and not self._stopped:
                 with self.busy.span():
-                    self._file.read(copy.view(at), copy.start + at)
-        except BaseException as error:
-            if self._failure is None:
-                self._failure = Failure(error, "reading from")
-        finally:
-            copy.finished()
-
-    @contextmanager
-    def _guard(self, transfer: Transfer, doing: str) -> Iterator[Staging | None]:
-        """A staging buffer, or None if the work is pointless by now; keeps the first error; counts the chunk."""
-        staging = self._ring.get()
-        try:
-            yield None if self._failure is not None or transfer.cancelled else staging
+                    task(work, *args)
         except BaseException as error:
             if self._failure is None:
                 self._failure = Failure(error, doing)
         finally:
+            work.end(begun)
+
+    def _write(self, write: Transfer, chunk: Chunk) -> None:
+        with self._staging() as staging:
+            staging.load(write.flat(chunk))
+            write.copied(out=True)
+            self._file.write(staging.view(round_up(chunk.length)), chunk.offset)
+
+    def _read(self, read: Transfer, chunk: Chunk) -> None:
+        with self._staging() as staging:
+            self._file.read(staging.view(round_up(chunk.length)), chunk.offset)
+            staging.unload(read.flat(chunk))
+        read.copied(out=False)
+
+    def _copy_out(self, write: Transfer, chunk: Chunk, near: Copy) -> None:
+        with self._staging() as staging:
+            staging.copy(near.bytes_of(chunk), write.flat(chunk))
+        write.copied(out=True)
+
+    def _copy_in(self, read: Transfer, chunk: Chunk, near: Copy) -> None:
+        with self._staging() as staging:
+            staging.copy(read.flat(chunk), near.bytes_of(chunk))
+        read.copied(out=False)
+
+    def _save(self, copy: Copy, at: int) -> None:
+        self._file.write(copy.view(at), copy.start + at)
+
+    def _load(self, copy: Copy, at: int) -> None:
+        self._file.read(copy.view(at), copy.start + at)
+
+    @contextmanager
+    def _staging(self) -> Iterator[Staging]:
+        staging = self._ring.get()
+        try:
+            yield staging
+        finally:
             self._ring.put(staging)
-            transfer.finished()
+
+
+def _threads(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(WORKERS, thread_name_prefix=name)
 
 
 class Staging:

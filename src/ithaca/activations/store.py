@@ -10,7 +10,7 @@ Three kinds, one interface:
 
     gpu    holds references, copies nothing
     host   pinned memory of exactly the kept size, owned by the store and reused every step    (host.py)
-    disk   one unnamed scratch file, written and read by threads through a small pinned ring   (disk.py)
+    disk   one unnamed scratch file, written and read by threads; the newest in pinned memory too  (disk.py)
 
 Backward asks for handles in the reverse of put order, so taking one starts the copy of the handle put just before it:
 one put is on its way while another is used. Device memory beyond the caller's own: at most two puts on their way out, or as

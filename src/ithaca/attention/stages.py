@@ -12,7 +12,7 @@ does not fit: from OVERLAP_BYTES a stage on, stages run one after the other and 
 
 Backward walks the same stages: q, k, v of the stage are projected again, out and dout are brought to the heads, the kernel
 returns dq, dk, dv, and these go home. KV gradients add in fp32 over the stages that share a head, and over the ranks that
-shared a copy of it.
+shared a copy of it; between those stages the source may park them off the device.
 
 Shapes: B rows, s local tokens, S = P·s gathered tokens, h heads of a stage on this rank, D head size.
 Send buffers are [heads of all ranks, B, s, D]; gathered tensors [B, h, S, D]. With B = h = 1 the two are the same memory.
@@ -21,7 +21,8 @@ DeepSpeed-Ulysses: arXiv 2309.14509. Untied Ulysses: arXiv 2602.21196.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -56,6 +57,10 @@ class Source(Protocol):
         """Take the gradients of the projected heads, now summed over ranks."""
         ...
 
+    def park(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Backward: keep these sums while another stage attends, off the device if need be. -> how to have them back"""
+        ...
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -72,7 +77,7 @@ class Held:
 
     k: Tensor | None = None
     v: Tensor | None = None
-    grads: list[Tensor] = field(default_factory=list)
+    grads: Callable[[], list[Tensor]] | None = None  # sums over the stages so far
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,7 @@ class StagedAttention:
             dout, out = arrived["dout"].gathered(), arrived["out"].gathered()
             grads = self._attend_backward(stage, dout, q, held, out, lses[t])
             del q, dout, out
-            homing = self._homing(exchange, stage, held, grads)
-            del grads
+            homing = self._homing(exchange, source, stage, held, grads)
             self._deliver(source, leaving)
             leaving = (t, homing)
             if not ahead:
@@ -201,7 +205,8 @@ class StagedAttention:
             return parts[0]
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
-    def _attend_backward(self, stage: Stage, dout, q, held: Held, out, lse) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _attend_backward(self, stage: Stage, dout, q, held: Held, out, lse) -> list[Tensor]:
+        """dq, dk, dv; nothing on a rank that idles."""
         parts = [
             ring_attend_backward(
                 self.kernel, dout[:, a], q[:, a], held.k[:, b], held.v[:, b], out[:, a], lse[:, a],  # pyright: ignore
@@ -209,39 +214,40 @@ class StagedAttention:
             )
             for a, b in self._groups(stage)
         ]  # fmt: skip
-        if not parts:
-            return None
         if len(parts) == 1:
-            return parts[0]
-        return tuple(torch.cat(each, 1) for each in zip(*parts, strict=True))  # pyright: ignore[reportReturnType]
+            return list(parts[0])
+        return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
 
-    def _homing(self, exchange: Exchange, stage: Stage, held: Held, grads) -> dict[str, tuple[list[int], Pending]]:
-        """Send dq home, and dk, dv once the last query head that uses them is through."""
-        me = self.ulysses.rank
-        if grads is not None:
-            if not held.grads:
-                held.grads = list(grads[1:])
-            else:
+    def _homing(
+        self, exchange: Exchange, source: Source, stage: Stage, held: Held, grads: list[Tensor]
+    ) -> dict[str, tuple[list[int], Pending]]:
+        """Send dq home, and dk, dv once the last query head that uses them is through. Empties `grads`: each of these is as
+        large as a stage, and is freed as soon as it was used."""
+        done = bool(stage.done[self.ulysses.rank])
+        assert not done or stage.done[self.ulysses.rank] == stage.kv[self.ulysses.rank]
+        sums: list[Tensor] = []
+        if grads:
+            sums = [grads.pop(1), grads.pop(1)]
+            if held.grads is not None:
                 # several stages share these KV heads: their gradients add in fp32
-                held.grads = [a.float() if a.dtype != torch.float64 else a for a in held.grads]
-                for total, part in zip(held.grads, grads[1:], strict=True):
-                    total += part
-        empty = exchange.like.new_empty(self.shape.rows, 0, exchange.gathered_tokens, self.shape.head_dim)
-        home = {"q": (stage.queries, empty if grads is None else grads[0])}
-        if any(stage.done):
-            done = bool(stage.done[me])
-            assert not done or stage.done[me] == stage.kv[me]
-            for name, value in zip("kv", held.grads if done else (empty, empty), strict=True):
-                home[name] = (stage.done, value.to(exchange.like.dtype))
+                before, held.grads = list(held.grads()), None
+                sums = [_add_wide(before.pop(0), sums.pop(0)) for _ in "kv"]
             if done:
-                held.grads = []
-        return {
-            name: (
-                [h for ranks in lists for h in ranks],
-                exchange.to_tokens(f"d{name}", value, [len(h) for h in lists]),
-            )
-            for name, (lists, value) in home.items()
-        }
+                held.k = held.v = None
+            else:
+                held.grads, sums = source.park(sums), []
+        empty = exchange.like.new_empty(self.shape.rows, 0, exchange.gathered_tokens, self.shape.head_dim)
+        home = {"q": self._send_home(exchange, "dq", stage.queries, grads.pop() if grads else empty)}
+        if any(stage.done):
+            for name in "kv":
+                value = sums.pop(0).to(exchange.like.dtype) if done else empty
+                home[name] = self._send_home(exchange, f"d{name}", stage.done, value)
+        return home
+
+    def _send_home(
+        self, exchange: Exchange, role: str, lists: tuple[tuple[int, ...], ...], value: Tensor
+    ) -> tuple[list[int], Pending]:
+        return _flat(lists), exchange.to_tokens(role, value, [len(heads) for heads in lists])
 
     def _deliver(self, source: Source, leaving) -> None:
         if leaving is None:
@@ -326,6 +332,11 @@ class Exchange:
             return Pending((send,))
         received = self.buffer(f"{role} home", sum(counts)) if reuse else self._fresh(sum(counts))
         return all_to_all(received, send, counts, [mine] * ranks, self.ulysses)
+
+
+def _add_wide(total: Tensor, part: Tensor) -> Tensor:
+    total = total if total.dtype == torch.float64 else total.float()
+    return total.add_(part)
 
 
 def _flat(per_rank: tuple[tuple[int, ...], ...]) -> list[int]:

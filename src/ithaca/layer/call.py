@@ -26,6 +26,7 @@ class LayerCall:
     tile: int | None
     recompute: str
     store: Store
+    below: Store  # of the layer that backward comes to next
     engine: str = "composed"
     hold: bool | None = None  # what the layer reads more than once stays on the device; None = by its size
     count_routing: bool = False  # return the sums that the router's balance loss is made of

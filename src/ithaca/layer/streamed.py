@@ -21,7 +21,8 @@ runs: a piece leaves once in forward and comes back once in backward, however ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -127,6 +128,14 @@ class StreamedSource(TokenSource):
                 self.dout.append(Pieces([], self.pieces))
             self.dout[stage].handles.append(self.waiting.put([part]))
 
+    def park(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """In fp32 they are four times a stage's k or v, and idle while the next stage attends, which takes seconds."""
+        if self.near is not None:
+            return super().park(sums)
+        handle = self.waiting.put(sums)
+        self.waiting.settle(handle)  # or they would be held here while their copy is under way
+        return lambda: self.waiting.read(handle)
+
     def add_dh(self, tile: slice, grad: Tensor) -> None:
         if self.dh is None:
             self.dh = grad.new_zeros(grad.shape[0], self.call.attention.shape.tokens, grad.shape[2])
@@ -166,7 +175,8 @@ class StreamedLayer(torch.autograd.Function):
         routing = routing_grads[0] if routing_grads else None
         _after_backward(call, source, ctx.inputs, dx, routing)
         # while this layer attends, the layer below (its input, attention output and lse) comes nearer
-        call.store.ahead(ctx.order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
+        order = ctx.order if call.below is call.store else sys.maxsize  # the last layer has a store of its own
+        call.below.ahead(order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
         call.attention.backward(source, dx, lses, [])
         source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None

@@ -20,10 +20,18 @@ _NAMES = {f"{name}RMSNorm" for name in PLAIN}
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not _plain(module, x):
+    if not fuses(x) or not _plain(module, x):
         return module(x)
     norm: Any = module
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return fused(x, norm.weight, norm.variance_epsilon)
+
+
+def fuses(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def fused(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def _plain(module: nn.Module, x: Tensor) -> bool:

@@ -1,0 +1,89 @@
+"""What holds memory: the words that plan, dry run, ladder and profile share, and how an allocation gets its word.
+
+An allocation is told by the code that made it: `category` looks at the frames of its Python stack, innermost first, and takes the
+first that the table knows. The dry run asks with live frames, the profile with those of torch's memory snapshot, and both therefore
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+CATEGORIES = {
+    "parameters": "weights (this rank's shard)",
+    "gradients": "gradients of the weights",
+    "optimizer": "AdamW's averages",
+    "fsdp": "weights gathered for a layer, gradients on their way to their shards",
+    "kept": "activations kept for backward, and pieces on their way to or from the store",
+    "residual": "the residual stream and its gradient",
+    "attention": "q, k, v, output and gradients of an attention stage",
+    "exchange": "what all-to-alls and the ring send and receive",
+    "tile": "a tile of norms, projections and MLP, with its gradients",
+    "loss": "a tile of logits, and the gradient of the head",
+    "workspace": "what attention and matrix products need inside",
+    "slack": "what the allocator holds and nobody uses",
+    "context": "the CUDA context",
+    "other": "everything else",
+}
+PHASES = ("load", "forward", "loss", "backward", "step")
+
+# (end of the file's path, function or None for any) -> category. The innermost frame that is found decides.
+_FRAMES: dict[tuple[str, str | None], str] = {
+    ("attention/stages.py", "to_heads"): "attention",
+    ("attention/stages.py", "gathered"): "attention",
+    ("attention/stages.py", "buffer"): "",  # by its caller
+    ("attention/stages.py", "_fresh"): "",
+    ("attention/stages.py", "to_tokens"): "exchange",
+    ("attention/stages.py", "_bring"): "exchange",
+    ("attention/stages.py", "bring"): "exchange",
+    ("attention/stages.py", None): "attention",
+    ("ithaca/comm.py", None): "exchange",
+    ("attention/ring.py", None): "attention",
+    ("attention/segments.py", None): "attention",
+    ("attention/backends.py", None): "attention",
+    ("cute/interface.py", None): "workspace",
+    ("layer/tokens.py", "add_dh"): "residual",
+    ("layer/tokens.py", None): "tile",
+    ("layer/streamed.py", "add_dh"): "residual",
+    ("layer/streamed.py", "_after_forward"): "residual",
+    ("layer/streamed.py", "backward"): "residual",
+    ("layer/streamed.py", None): "kept",
+    ("layer/composed.py", "__init__"): "kept",
+    ("layer/composed.py", "_after_forward"): "residual",
+    ("layer/composed.py", "backward"): "residual",
+    ("model/projection.py", None): "tile",
+    ("model/rope.py", None): "tile",
+    ("activations/tiling.py", None): "",  # gradients of whatever asks for them
+    ("activations/loss_kernel.py", None): "loss",
+    ("activations/loss.py", None): "loss",
+    ("activations/store.py", None): "kept",
+    ("activations/host.py", None): "kept",
+    ("activations/disk.py", None): "kept",
+    ("plan/dry_store.py", None): "kept",
+    ("plan/dry_run.py", "workspace"): "workspace",
+    ("plan/dry_run.py", "states"): "optimizer",
+    ("torch/optim", None): "optimizer",
+    ("distributed/fsdp", None): "fsdp",
+    ("ithaca/run.py", "_hidden"): "residual",
+    ("train/step.py", None): "gradients",
+}
+
+
+def category(frames: Iterable[tuple[str, str]]) -> str:
+    """frames: (file, function), innermost first."""
+    for file, function in frames:
+        for known in _known(file):
+            found = _FRAMES.get((known, function), _FRAMES.get((known, None)))
+            if found:
+                return found
+    return "other"
+
+
+_files: dict[str, list[str]] = {}
+
+
+def _known(file: str) -> list[str]:
+    if file not in _files:
+        names = dict.fromkeys(name for name, _ in _FRAMES)
+        _files[file] = [name for name in names if file.endswith(name) or (not name.endswith(".py") and name in file)]
+    return _files[file]

@@ -1,0 +1,289 @@
+"""The real code on fake tensors, as rank 0 of N: what a step allocates, without a GPU and without the memory.
+
+    python -m ithaca.plan.dry_run ...        (used by `ithaca plan --dry-run`)
+
+The model is built, sharded and stepped by the same functions as in training, under torch's FakeTensorMode and on its fake process
+group; `LiveBytes` counts. Tensors are labelled "cpu", because FSDP2 asks a CUDA device for streams. Three parts cannot run so and
+are replaced by stand-ins that allocate alike: the attention kernel, the store (dry_store.py) and the fused loss.
+
+Not seen: what the allocator holds beyond what is in use, the CUDA context, and the workspace of matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import parallelize
+from .. import run as run_module
+from ..activations import loss as loss_module
+from ..activations.loss import LossTerms
+from ..attention.kernel import Calls
+from ..model import norm
+from ..model.families import FAMILIES
+from ..run import Run
+from ..stack import Stack
+from .dry_store import DryGpuStore, DryStore
+from .tracker import LiveBytes
+from .workspace import attention_workspace
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class DryRun:
+    """What a step of one rank holds, in bytes."""
+
+    phases: dict[str, dict[str, int]]
+    lines: dict[str, dict[str, int]] = field(default_factory=dict)  # at the peak of a phase, by line of code
+    host: int = 0  # the store's memory on the host
+    disk: int = 0
+    layers: int = 0  # that were run
+    extrapolated: bool = False
+
+    @property
+    def peak(self) -> int:
+        return max(sum(each.values()) for each in self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+
+class DryKernel:
+    """Allocates what an attention kernel does, in its order, and computes nothing."""
+
+    packed = True
+
+    def __init__(self, name: str) -> None:
+        self.name, self.calls = name, Calls()
+
+    def problem(self, device: Any, dtype: Any, head_dim: int, windowed: bool) -> str | None:
+        return None
+
+    def workspace(self, direction: str, q: Tensor, k: Tensor) -> Tensor:
+        nbytes = attention_workspace(self.name, direction, tuple(q.shape), k.shape[1])
+        return q.new_empty(nbytes, dtype=torch.uint8)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+        self.workspace("forward", q, k)
+        return out, lse
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
+        self.workspace("backward", q, k)
+        return grads
+
+    forward_packed, backward_packed = forward, backward
+
+
+@dataclass
+class Case:
+    """What a dry run needs to know of a run."""
+
+    config: Any  # of Hugging Face
+    stack: Stack
+    context: int
+    world: int = 1
+    rows: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    lora: Any = None  # a section of the config (config.schema.Lora)
+    kernel: str = "fa4"
+    optimizer_bytes: float = 8.0  # of AdamW's states, for each trained weight
+    documents: list[int] | None = None
+    progress: Any = field(default=lambda words: None)
+
+
+def dry_run(case: Case, layers: int | None = None) -> DryRun:
+    """Run one step of `case`. layers: fewer than the model has, and then no more than those are counted."""
+    if dist.is_initialized():
+        raise RuntimeError("a dry run makes a process group of its own, and this process has one already")
+    if FAMILIES[case.config.model_type].experts:
+        raise ValueError(
+            "a dry run of a mixture of experts is not possible: which expert a token goes to depends on its numbers"
+        )
+    config = _shortened(case.config, layers)
+    stack = case.stack
+    if isinstance(stack.recompute, tuple):
+        stack = replace(stack, recompute=stack.recompute[: config.num_hidden_layers])
+    tracker = LiveBytes()
+    with ExitStack() as opened:
+        opened.enter_context(_fake_group(case.world))
+        opened.enter_context(_fused())
+        fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        opened.enter_context(tracker.watching())
+        run = _prepared(case, config, stack, tracker)
+        _step(case, run, fake, tracker)
+        store = run.store
+    held = store.held_bytes if isinstance(store, DryStore) else 0
+    return DryRun(
+        {phase: dict(by) for phase, by in tracker.peaks.items()},
+        {phase: dict(by) for phase, by in tracker.lines.items()},
+        host=held if stack.store == "host" else 0,
+        disk=held if stack.store == "disk" else 0,
+        layers=config.num_hidden_layers,
+    )
+
+
+def _prepared(case: Case, config: Any, stack: Stack, tracker: LiveBytes) -> Run:
+    model = _build(case, config)
+    quiet = replace(stack, store="gpu", attention="cpu")
+    with (
+        mock.patch.object(parallelize, "build_mesh", real(parallelize.build_mesh)),
+        mock.patch.object(parallelize, "materialize", lambda *_: None),  # fake weights are where they belong
+    ):
+        run = parallelize.prepare(model, quiet, device=CPU, dtype=case.dtype)
+    run.stack = stack
+    run.store = DryGpuStore(CPU, tracker) if stack.store == "gpu" else DryStore(CPU, stack.store)
+    run.kernels.chosen = {need: DryKernel(case.kernel) for need in run.kernels.chosen}  # pyright: ignore
+    del model
+    for parameter in run.model.parameters():
+        tracker.see(_local(parameter), "parameters")
+    tracker.begin("load")
+    return run
+
+
+def _build(case: Case, config: Any) -> nn.Module:
+    """The model, with fake weights on the CPU label."""
+    from transformers import AutoModelForCausalLM
+
+    from ..train.build import with_lora
+
+    narrow = case.lora is not None or not case.stack.shard_parameters
+    with _disable_current_modes(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=case.dtype if narrow else torch.float32)
+        model = model if case.lora is None else with_lora(model, case.lora, 0)
+    made: dict[int, nn.Parameter] = {}  # a tied parameter sits in several modules and must stay one
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and id(value) not in made:
+                made[id(value)] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype), value.requires_grad)
+            module._parameters[name] = None if value is None else made[id(value)]
+        for name, value in module._buffers.items():
+            module._buffers[name] = None if value is None else torch.empty(value.shape, dtype=value.dtype)
+    return model
+
+
+def _step(case: Case, run: Run, fake: FakeTensorMode, tracker: LiveBytes) -> None:
+    """The second step of a run, when the optimizer's states are there."""
+    held = states(run.model, case.optimizer_bytes)
+    batch = _batch(case, run, fake)
+    for value in vars(batch).values():
+        if isinstance(value, Tensor):
+            tracker.see(value, "other")
+    tracker.begin("forward")
+    with _loss_phase(run, tracker):
+        loss = run.loss(batch)
+    tracker.begin("backward")
+    loss.backward()
+    del loss
+    for parameter in run.model.parameters():
+        if parameter.grad is not None:
+            tracker.see(_local(parameter.grad), "gradients")
+    tracker.begin("step")
+    del held
+
+
+def states(model: nn.Module, per_weight: float) -> list[Tensor]:
+    """Stands for the optimizer's states."""
+    trained = [_local(p) for p in model.parameters() if p.requires_grad]
+    return [torch.empty(int(p.numel() * per_weight), dtype=torch.uint8) for p in trained]
+
+
+def _batch(case: Case, run: Run, fake: FakeTensorMode) -> Any:
+    documents = None if case.documents is None else [case.documents] * case.rows
+    with _disable_current_modes():  # how a batch is cut depends on its numbers
+        batch = run.shard(torch.zeros(case.rows, case.context, dtype=torch.int64), documents=documents)
+    changed = {name: fake.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(batch, **changed)
+
+
+@contextmanager
+def _loss_phase(run: Run, tracker: LiveBytes) -> Iterator[None]:
+    head = run.decoder.head.register_forward_pre_hook(lambda *_: tracker.begin("loss"), prepend=True)
+    try:
+        yield
+    finally:
+        head.remove()
+
+
+def real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function on real tensors: a mesh asks its own for their values."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
+
+
+def _shortened(config: Any, layers: int | None) -> Any:
+    from copy import deepcopy
+
+    config = deepcopy(config)
+    if layers is not None and layers < config.num_hidden_layers:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    config.use_cache = False
+    return config
+
+
+@contextmanager
+def _fake_group(world: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _fused() -> Iterator[None]:
+    """On a GPU one kernel makes loss and gradient, and one a norm; on the CPU label they would not be chosen."""
+
+    def loss_fuses(device: Any, dtype: torch.dtype, terms: LossTerms) -> bool:
+        return terms.logit_cap is None and dtype in (torch.bfloat16, torch.float32)
+
+    def loss_fused(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
+        rows = torch.empty(labels.numel(), dtype=torch.float32)
+        return rows.sum(), logits, logits.detach()
+
+    with (
+        mock.patch.object(loss_module, "fuses", loss_fuses),
+        mock.patch.object(run_module, "fuses", loss_fuses),
+        mock.patch.object(loss_module, "_fused", loss_fused),
+        mock.patch.object(norm, "fuses", lambda x: x.dtype in (torch.bfloat16, torch.float16)),
+        mock.patch.object(norm, "fused", lambda x, weight, epsilon: _DryNorm.apply(x, weight)),
+    ):
+        yield
+
+
+class _DryNorm(torch.autograd.Function):
+    """Keeps and makes what torch's fused RMSNorm does on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
