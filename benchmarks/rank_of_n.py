@@ -28,7 +28,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ithaca
-from ithaca.plan.dry_run import DryKernel
+from ithaca.planner.dry_run import DryKernel
 
 SHAPES = {
     "llama3_8b": ("llama", 32, dict(

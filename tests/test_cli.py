@@ -59,7 +59,7 @@ def test_help_of_the_installed_command():
 
 
 def test_names_of_the_package_are_there_when_asked_for():
-    assert set(ithaca.__all__) == {"Batch", "Run", "Stack", "prepare"}
+    assert set(ithaca.__all__) == {"Batch", "Plan", "Run", "Stack", "plan", "prepare"}
     assert all(getattr(ithaca, name) is not None for name in ithaca.__all__)
     with pytest.raises(AttributeError, match="module 'ithaca' has no attribute 'Trainer'"):
         ithaca.Trainer  # noqa: B018

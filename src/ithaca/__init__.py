@@ -5,6 +5,8 @@ run = ithaca.prepare(model, stack)
 batch = run.shard(input_ids, labels=labels, documents=None)
 loss = run.loss(batch)
 loss.backward()
+
+ithaca.plan("llama3_8b", gpus="8xH100-80GB", context="1M").stack says which stack is the fastest that fits.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from .stack import Stack
 if TYPE_CHECKING:
     from .batch import Batch
     from .parallelize import prepare
+    from .planner.search import Plan, plan
     from .run import Run
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Run", "Stack", "prepare"]
+__all__ = ["Batch", "Plan", "Run", "Stack", "plan", "prepare"]
 
 
-_WHERE = {"Batch": "batch", "Run": "run", "prepare": "parallelize"}
+_WHERE = {"Batch": "batch", "Plan": "planner.search", "Run": "run", "plan": "planner.search", "prepare": "parallelize"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,10 @@ from ..train.ends import Failed
 from .data import add_data
 from .doctor import add_doctor
 from .export import add_export
+from .ladder import add_ladder
+from .plan import add_plan
 from .recipes import add_recipes
+from .report import add_report
 from .slurm import add_slurm
 from .train import add_train
 from .verify import add_verify
@@ -28,10 +31,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ithaca {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    add_plan(verbs)
+    add_ladder(verbs)
     add_train(verbs)
     add_verify(verbs)
     add_data(verbs)
     add_export(verbs)
+    add_report(verbs)
     add_recipes(verbs)
     add_slurm(verbs)
     add_doctor(verbs)

@@ -164,8 +164,7 @@ class StreamedLayer(torch.autograd.Function):
     def backward(ctx, dy: Tensor, *routing_grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: LayerCall = ctx.call
         near = _near(call, dy)
-        for each in (ctx.inputs, *(ctx.out or [])):
-            each.near = near
+        _stay_near([ctx.inputs, *(ctx.out or [])], near)
         source = StreamedSource(call, StoredInputs(ctx.inputs, call.projection_tile), ctx.inputs.pieces, near)
         if call.recompute == "keep_attention":
             source.out, lses = ctx.out, call.store.take(ctx.lses)
@@ -182,6 +181,11 @@ class StreamedLayer(torch.autograd.Function):
         ctx.inputs = ctx.out = ctx.lses = None
         grads = [source.gradients.take(p) for p in call.trainable()]
         return (dx if ctx.needs_input_grad[0] else None), None, *grads
+
+
+def _stay_near(stored: list[Pieces], near: GpuStore | None) -> None:
+    for pieces in stored:  # in a function of its own: a loop variable would hold the last of them until backward ends
+        pieces.near = near
 
 
 def _attended_bytes(call: LayerCall, x: Tensor) -> int:

@@ -7,18 +7,28 @@ the model's config before it is built, so that an export carries them and infere
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from ..config.schema import Config, Lora, Model
+from ..launch.exits import MEMORY
 from ..parallelize import prepare
+from ..planner.hardware import GPUS, Hardware
+from ..planner.model import sizes_of
+from ..planner.search import Plan, plan
+from ..planner.words import describe
 from ..run import Run
 from ..stack import Stack
+from .ends import Failed
 from .presets import PRESETS
 
 log = logging.getLogger("ithaca")
@@ -122,20 +132,70 @@ def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run
     )  # fmt: skip
 
 
-def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -> Stack:
-    """A stack that works for `stack: auto`: all ranks share the sequence, by heads as far as those go, then by a ring.
-    The planner chooses better; this only has to be safe."""
+def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -> tuple[Stack, Plan | None]:
+    """The stack of `stack: auto`: on a GPU the planner's, which raises where nothing fits; else a rule that works anywhere."""
+    if device.type != "cuda":
+        return _simple_stack(config, hf, world, device), None
+    found = planned(config, hf, world, device)
+    for name, value, why in found.reasons:
+        log.info("stack auto: %s=%s: %s", name, value, why)
+    if not found.fits:
+        raise Failed(MEMORY, "this run does not fit:\n" + "\n".join(describe(found)))
+    return found.stack, found
+
+
+def planned(config: Config, hf: Any, world: int, device: torch.device, stack: Stack | None = None) -> Plan:
+    """The plan of a run on the GPUs it has; with a stack, of that stack."""
+    optimizer = "adamw" if config.train.optimizer == "adamw" else "adamw8bit"
+    return plan(
+        sizes_of(hf.to_dict(), Path(config.model.folder).name),
+        gpus=hardware_here(config, world, device),
+        context=config.data.context,
+        rows=max(1, config.train.rows // config.train.accumulation),
+        optimizer=optimizer,
+        lora=0 if config.model.lora is None else config.model.lora.rank,
+        kernel=best_kernel(device),
+        stack=stack,
+    )
+
+
+def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
+    """This machine, in the planner's words; a GPU that its table does not have is taken for the nearest, with its own memory."""
+    found = torch.cuda.get_device_properties(device)
+    words = found.name.lower().replace(" ", "").replace("nvidia", "")
+    known = next((gpu for name, gpu in sorted(GPUS.items(), key=lambda each: -len(each[0])) if name in words), None)
+    if known is None:
+        known = replace(GPUS["h100" if found.major >= 9 else "a100"], name=found.name, measured=False)
+    limit = config.launch.gpu_memory
+    memory = found.total_memory if limit is None else min(limit, found.total_memory)
+    scratch = Path(config.stack.scratch or tempfile.gettempdir())
+    return Hardware(
+        replace(known, memory=memory, label=round(memory / 1e9)),
+        world,
+        per_node=max(1, torch.cuda.device_count()),
+        host=psutil.virtual_memory().total,
+        disk=shutil.disk_usage(scratch).free if scratch.is_dir() else None,
+    )
+
+
+def best_kernel(device: torch.device) -> str:
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return "flash"
+    return "fa4" if importlib.util.find_spec("flash_attn") is not None else "cudnn"
+
+
+def _simple_stack(config: Config, hf: Any, world: int, device: torch.device) -> Stack:
+    """All ranks share the sequence, by heads as far as those go, then by a ring."""
     heads = hf.num_attention_heads
     ulysses = max(n for n in range(1, world + 1) if world % n == 0 and n <= heads)
-    ring = world // ulysses
     tokens = config.data.context // world
     short = tokens <= 2**15
     stack = Stack(
         ulysses=ulysses,
-        ring=ring,
+        ring=world // ulysses,
         heads_per_stage=None if short else max(1, heads // ulysses // 8),
         recompute="keep_attention",
-        store="gpu" if tokens <= 2**17 or device.type == "cpu" else "host",
+        tile=None if tokens <= 4096 else 4096,
     )
     log.info("stack auto: %s", stack)
-    return replace(stack, tile=None) if short and tokens <= 4096 else stack
+    return stack

@@ -55,6 +55,11 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def plan(self) -> Path:
+        """What was predicted of the run."""
+        return self.path / "plan.json"
+
+    @property
     def status(self) -> Path:
         """What the run is doing, or how it ended."""
         return self.path / "status.json"

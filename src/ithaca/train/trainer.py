@@ -7,6 +7,7 @@ trains on the same samples with the same learning rate whether or not the run wa
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import time
@@ -21,9 +22,11 @@ import torch.distributed as dist
 
 from ..config import dump
 from ..config.schema import Config, StackOptions
+from ..config.sizes import format_bytes
 from ..data.batch import batch_from_rows
 from ..data.rows import Stream
-from ..launch.exits import CHECKPOINT, DATA, STOPPED, code_of
+from ..files import write_atomically
+from ..launch.exits import CHECKPOINT, CONFIG, DATA, STOPPED, code_of
 from ..observe.display import Display
 from ..observe.flops import mfu, model_flops, peak_flops
 from ..observe.logs import log_to
@@ -31,8 +34,10 @@ from ..observe.metrics import Metrics
 from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
 from ..observe.record import StepRecord
 from ..observe.text import Facts, headline
+from ..planner.search import Plan
+from ..stack import Stack
 from ..storage import checkpoint as checkpoints
-from .build import automatic_stack, is_preset, model_config, prepared
+from .build import automatic_stack, is_preset, model_config, planned, prepared
 from .ends import Failed
 from .folder import RunFolder
 from .optim import build_optimizer
@@ -70,7 +75,10 @@ class Trainer:
         self.device = _device(config)
         self.hf = model_config(config.model, config.data.context)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        self.stack = config.stack.chosen or automatic_stack(config, self.hf, world, self.device)
+        self.plan: Plan | None = None
+        self.stack = config.stack.chosen or self._agreed_stack(config, world)
+        if self.plan is None and rank == 0 and self.device.type == "cuda":
+            self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
         self.text = text if text is not None and config.stack.chosen else dump(self.config)
         self.step = 0
@@ -78,6 +86,22 @@ class Trainer:
         self.stopping: str | None = None
         self.saving: checkpoints.Saving | None = None
         self.newest: str | None = None
+
+    def _agreed_stack(self, config: Config, world: int) -> Stack:
+        """What rank 0 chooses, on every rank: hosts differ in free memory and disk, and must not choose differently."""
+        answer: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                stack, self.plan = automatic_stack(config, self.hf, world, self.device)
+                answer = [(stack, None)]
+            except (Failed, ValueError) as error:
+                answer = [(None, (getattr(error, "exit_code", CONFIG), str(error)))]
+        if world > 1:
+            dist.broadcast_object_list(answer, src=0, device=_objects_on(self.device))
+        stack, problem = answer[0]
+        if problem is not None:
+            raise Failed(*problem)
+        return stack
 
     # -- from start to end ----------------------------------------------------------------------------------------------
 
@@ -97,6 +121,8 @@ class Trainer:
         resumed = self._resume()
         if self.rank == 0:
             self.folder.config.write_text(self.text)
+            if self.plan is not None:
+                write_atomically(self.folder.plan, json.dumps(self.plan.json(), indent=1) + "\n")
         self.display.say(headline(self._facts(stream, resumed)))
         metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name)
         with metrics:
@@ -145,8 +171,22 @@ class Trainer:
                 metrics.step(record)
                 left = timer.eta(train.steps - self.step)
                 self.display.step(record, eta=left, typical=timer.typical, next_save=self._next_save())
+                self._compare(record)
             self._after_step(metrics)
         self._finish_save(metrics)
+
+    def _compare(self, record: StepRecord) -> None:
+        """What was planned beside what came, once: after the second step, when nothing is built or pinned any more."""
+        if self.plan is None or record.gpu_peak is None or self.compared or record.step < 2:
+            return
+        self.compared = True
+        memory, seconds = self.plan.allocated, self.plan.speed.seconds * self.config.train.accumulation
+        self.display.say(
+            f"plan: {format_bytes(memory)} and {seconds:.1f} s a step; measured: {format_bytes(record.gpu_peak)} "
+            f"({record.gpu_peak / memory - 1:+.1%}) and {record.seconds:.1f} s ({record.seconds / seconds - 1:+.1%})"
+        )
+
+    compared = False
 
     # -- parts of it ----------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ithaca
 from ithaca.config.schema import Lora
-from ithaca.plan import dry_run as dry
-from ithaca.plan.categories import CATEGORIES, category
-from ithaca.plan.dry_run import Case, DryKernel, dry_run
-from ithaca.plan.tracker import LiveBytes
+from ithaca.planner import dry_run as dry
+from ithaca.planner.categories import CATEGORIES, category
+from ithaca.planner.dry_run import Case, DryKernel, dry_run
+from ithaca.planner.tracker import LiveBytes
 from ithaca.stack import Stack
 
 SIZES = dict(
@@ -133,7 +133,7 @@ def test_each_technique_takes_something_away():
         Stack(engine="composed", recompute="layer", tile=1024, ulysses=4, store="host", heads_per_stage=1),
         Stack(tile=1024, ulysses=4, store="host", heads_per_stage=1, hold=False),
     ]
-    peaks = [peak_of(stack, 2**16, world=stack.ulysses).peak for stack in ladder]
+    peaks = [peak_of(stack, 2**15, world=stack.ulysses).peak for stack in ladder]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
 
 

@@ -125,7 +125,7 @@ def _storage(tensor: Tensor) -> Any:
 
 def _line() -> str:
     for file, function in (found := list(_numbered())):
-        if ("/ithaca/" in file and "/plan/" not in file) or "distributed/fsdp" in file:
+        if ("/ithaca/" in file and "/planner/" not in file) or "distributed/fsdp" in file:
             return f"{file.split('/ithaca/')[-1].split('/site-packages/')[-1]} {function}"
     return found[0][0] if found else ""
 

@@ -1,6 +1,6 @@
 """The real code on fake tensors, as rank 0 of N: what a step allocates, without a GPU and without the memory.
 
-    python -m ithaca.plan.dry_run ...        (used by `ithaca plan --dry-run`)
+    python -m ithaca.planner.dry_run ...        (used by `ithaca plan --dry-run`)
 
 The model is built, sharded and stepped by the same functions as in training, under torch's FakeTensorMode and on its fake process
 group; `LiveBytes` counts. Tensors are labelled "cpu", because FSDP2 asks a CUDA device for streams. Three parts cannot run so and

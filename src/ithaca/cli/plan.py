@@ -1,0 +1,130 @@
+"""`ithaca plan`: will it fit, how fast will it be, and with which stack. No GPU is needed; torch only for a dry run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+_HELP = """\
+Says before a run whether it fits, what holds the memory, how long a step takes and what bounds it, and chooses the fastest stack
+that fits. Any field of the stack can be fixed with --set.
+
+  ithaca plan llama3_8b --gpus 8xH100-80GB --context 1M --host 1TB
+  ithaca plan ./Qwen3-8B --gpus 1xH200 --max-context --host 512GB
+  ithaca plan llama3_8b --gpus 8xH100 --context 3M --host 2TB --compare engine=composed,recompute=layer
+  ithaca plan llama32_1b --gpus 1xH200 --context 64K --dry-run
+
+MODEL is a folder with config.json, that file, or a preset: llama3_8b, llama31_8b, llama31_70b, llama32_1b, llama32_3b, qwen3_4b,
+qwen3_8b, qwen3_14b, qwen3_32b, mistral_7b.
+"""
+
+
+def add_plan(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "plan",
+        help="say whether a run fits and how fast it will be, and choose its stack",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_plan, traceback=False)
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, that file, or a preset")
+    parser.add_argument("--gpus", required=True, help="such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--context", help="tokens of a row, such as 1M (1,048,576) or 1_000_000")
+    length.add_argument("--max-context", action="store_true", help="the longest context that fits")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a step over all GPUs (default %(default)s)")
+    parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: not checked")
+    parser.add_argument("--disk", help="scratch space of one machine; not given: the disk store is not used")
+    parser.add_argument("--optimizer", default="adamw", help="adamw or adamw8bit (default %(default)s)")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
+    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: the GPU's fastest)")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="fix a field of the stack")
+    parser.add_argument("--compare", metavar="FIELD=VALUE,...", help="a second plan with these fields, side by side")
+    parser.add_argument("--explain", action="store_true", help="memory of every phase, and every part of the time")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="execute the real code on fake tensors and count (needs no GPU)"
+    )
+    parser.add_argument("--layers", type=int, help="with --dry-run: run only so many layers, and count only those")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    from ..planner.search import max_context, plan
+    from ..planner.words import describe, side_by_side
+
+    common = {
+        "gpus": options.gpus, "rows": options.rows, "host": options.host, "disk": options.disk,
+        "optimizer": options.optimizer, "lora": options.lora, "kernel": options.kernel,
+    }  # fmt: skip
+    fixed = read_fields(options.set)
+    if options.max_context:
+        found = max_context(options.model, **common, **fixed)
+    else:
+        found = plan(options.model, context=options.context, **common, **fixed)
+    other = None
+    if options.compare:
+        other = plan(options.model, context=found.context, **common, **{**fixed, **read_fields([options.compare])})
+    counted = _dry(found, options) if options.dry_run else None
+    if options.html:
+        from ..report import write_report
+
+        write_report(options.html, plan=found.json())
+    if options.json:
+        shown = found.json()
+        if counted is not None:
+            shown["dry_run"] = counted
+        print(json.dumps([shown, other.json()] if other else shown, indent=1))
+    elif other is not None:
+        print("\n".join(side_by_side(found, other)))
+    else:
+        print("\n".join(describe(found, explain=options.explain, dry=counted)))
+    return 0 if found.fits else 5
+
+
+def read_fields(texts: list[str]) -> dict[str, Any]:
+    """["tile=8192", "store=host,hold=true"] -> fields of a Stack"""
+    from dataclasses import fields
+
+    from ..config.sizes import parse_tokens
+    from ..stack import Stack
+
+    known = {each.name: each.default for each in fields(Stack)}
+    words = {"none": None, "null": None, "true": True, "false": False}
+    found: dict[str, Any] = {}
+    for text in texts:
+        for pair in text.split(","):
+            name, sign, value = pair.strip().partition("=")
+            if not sign or name not in known:
+                raise ValueError(
+                    f"{pair!r} is not a field of the stack; write FIELD=VALUE with one of {', '.join(known)}"
+                )
+            if isinstance(known[name], str):
+                found[name] = value
+            else:
+                found[name] = words[value.lower()] if value.lower() in words else parse_tokens(value)
+    problems = Stack(**found).violations()
+    if problems:
+        raise ValueError("; ".join(problems))
+    return found
+
+
+def _dry(found: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The same stack, executed on fake tensors."""
+    from ..config.schema import Lora
+    from ..planner.config import hf_config
+    from ..planner.dry_run import Case, dry_run
+    from ..planner.search import OPTIMIZERS
+
+    case = Case(
+        hf_config(options.model), found.stack, found.context, world=found.hardware.count, rows=found.rows,
+        lora=Lora(rank=options.lora) if options.lora else None, kernel=options.kernel or found.hardware.gpu.kernel,
+        optimizer_bytes=OPTIMIZERS[found.optimizer],
+    )  # fmt: skip
+    counted = dry_run(case, layers=options.layers)
+    return {
+        "layers": counted.layers, "phases": counted.phases, "lines": counted.lines, "peak": counted.peak,
+        "peak_phase": counted.peak_phase, "host": counted.host, "disk": counted.disk,
+    }  # fmt: skip

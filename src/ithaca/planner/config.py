@@ -1,0 +1,21 @@
+"""The Hugging Face config of what a plan was made for: the dry run builds a model from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .model import PRESETS
+
+
+def hf_config(what: str) -> Any:
+    from transformers import AutoConfig
+
+    if what in PRESETS:
+        settings = dict(PRESETS[what])
+        theta = settings.pop("rope_theta", None)
+        if theta:
+            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    path = Path(what)
+    return AutoConfig.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True)

@@ -1,0 +1,178 @@
+"""The sizes of a model: what a plan needs of its config, without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..model.families import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A decoder in numbers."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    windows: tuple[int | None, ...]  # one a layer
+    bias: int = 0  # elements of biases in a layer
+    experts: int = 0  # 0 = a dense MLP
+    active_experts: int = 0
+    longest: int | None = None  # positions the model was made for
+
+    @property
+    def traits(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def mlp_weights(self) -> int:
+        each = 3 * self.hidden * self.intermediate
+        return each if not self.experts else each * self.experts + self.hidden * self.experts
+
+    @property
+    def norm_weights(self) -> int:
+        norms = (
+            self.traits.before_attention,
+            self.traits.after_attention,
+            self.traits.before_mlp,
+            self.traits.after_mlp,
+        )
+        own = sum(name is not None for name in norms) * self.hidden
+        if self.traits.qk_norm == "head":
+            own += 2 * self.head_dim
+        elif self.traits.qk_norm == "whole":
+            own += (self.heads + self.kv_heads) * self.head_dim
+        return own
+
+    @property
+    def layer_weights(self) -> int:
+        return self.attention_weights + self.mlp_weights + self.norm_weights + self.bias
+
+    @property
+    def embedding_weights(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def weights(self) -> int:
+        return self.layers * self.layer_weights + (1 if self.tied else 2) * self.embedding_weights + self.hidden
+
+
+_LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, max_position_embeddings=131072)
+_QWEN3 = dict(model_type="qwen3", vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40960)
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama3_8b": dict(
+        _LLAMA3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192,
+    ),
+    "llama31_8b": dict(
+        _LLAMA3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "llama31_70b": dict(
+        _LLAMA3, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "llama32_1b": dict(
+        _LLAMA3, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    ),
+    "llama32_3b": dict(
+        _LLAMA3, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+    "qwen3_4b": dict(
+        _QWEN3, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_8b": dict(_QWEN3, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32),
+    "qwen3_14b": dict(_QWEN3, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
+    "qwen3_32b": dict(_QWEN3, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
+    "mistral_7b": dict(
+        model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32768, sliding_window=None, max_position_embeddings=32768,
+    ),
+}  # fmt: skip
+_TIED = {"gemma3_text": True}  # where transformers ties head and embedding unless the config says otherwise
+_NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+)  # fmt: skip
+
+
+def read_sizes(what: str) -> ModelSizes:
+    """A preset's name, a folder with config.json, or that file."""
+    if what in PRESETS:
+        return sizes_of(PRESETS[what], what)
+    path = Path(what)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"{what} is no folder with a config.json, and no preset; presets: {', '.join(PRESETS)} (nothing is downloaded)"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a model's config: it holds a {type(config).__name__}")
+    return sizes_of(config, path.parent.name or str(path))
+
+
+def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise ValueError(
+            f"{name}: model_type {config.get('model_type')!r} is not known; known: {', '.join(FAMILIES)}. A new family is one row "
+            "in ithaca/model/families.py"
+        )
+    missing = [key for key in _NEEDED if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"{name}: the config does not say {', '.join(missing)} (whole numbers)")
+    kind, layers = str(config["model_type"]), config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    sparse = (family.experts and (config.get("num_local_experts") or config.get("num_experts"))) or 0
+    intermediate = config["intermediate_size"]
+    if sparse:
+        intermediate = config.get("moe_intermediate_size") or intermediate
+    return ModelSizes(
+        name=name,
+        family=kind,
+        layers=layers,
+        hidden=config["hidden_size"],
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        vocabulary=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", _TIED.get(kind, False))),
+        windows=_windows(config, family, layers),
+        bias=(heads + 2 * kv_heads) * width if kind == "qwen2" or config.get("attention_bias") else 0,
+        experts=sparse,
+        active_experts=config.get("num_experts_per_tok") or 0 if sparse else 0,
+        longest=config.get("max_position_embeddings"),
+    )
+
+
+def _windows(config: dict[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if family.window == "none" or window is None or config.get("use_sliding_window") is False:
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if family.window == "config" or not kinds:
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])

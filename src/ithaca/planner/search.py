@@ -1,0 +1,381 @@
+"""The plan: the fastest stack that fits, with what it holds, how long it takes, and why.
+
+    plan("llama3_8b", gpus="8xH100-80GB", context="1M")
+
+Every combination of the stack's fields that can work is timed by arithmetic (speed.py), and in that order asked for its memory
+(memory.py) until one fits the GPU, the host and the disk. Fields that are given stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from ..config.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
+from ..stack import Stack
+from .hardware import Hardware, parse_gpus
+from .memory import Job, Memory, predict
+from .model import ModelSizes, read_sizes
+from .speed import Speed, estimate
+
+CONTEXT = 1.2e9  # bytes of the CUDA context and of NCCL's buffers
+WORKSPACE = 0.1e9  # of matrix products
+SLACK = 0.03  # of the peak, that the allocator holds in holes between blocks
+HOST_SHARE = 0.85  # of a machine's memory that may be pinned
+TILES = (None, 16384, 8192, 4096, 2048)
+OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}
+
+
+@dataclass
+class Plan:
+    model: ModelSizes
+    hardware: Hardware
+    context: int
+    rows: int
+    stack: Stack
+    memory: Memory
+    speed: Speed
+    fits: bool
+    optimizer: str = "adamw"
+    lora: int = 0
+    reasons: list[tuple[str, Any, str]] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        return self.hardware.gpu.memory
+
+    @property
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Bytes by phase and holder, with what surrounds our own tensors."""
+        found = {}
+        for phase, by in self.memory.phases.items():
+            whole = dict(by)
+            whole["workspace"] = whole.get("workspace", 0) + int(WORKSPACE)
+            whole["slack"] = int(SLACK * sum(by.values()))
+            whole["context"] = int(CONTEXT)
+            found[phase] = whole
+        return found
+
+    @property
+    def peak(self) -> int:
+        return max(sum(by.values()) for by in self.phases.values())
+
+    @property
+    def allocated(self) -> int:
+        """What torch.cuda.max_memory_allocated will say."""
+        return self.memory.peak + int(WORKSPACE)
+
+    def json(self) -> dict[str, Any]:
+        gpu = self.hardware.gpu
+        return {
+            "plan": 1,
+            "model": {
+                "name": self.model.name, "family": self.model.family, "parameters": self.model.weights,
+                "layers": self.model.layers,
+            },
+            "hardware": {
+                "gpus": self.hardware.count, "gpu": gpu.name, "gpu_memory": gpu.memory,
+                "host_memory": self.hardware.host, "disk": self.hardware.disk,
+            },
+            "context": self.context, "rows": self.rows, "optimizer": self.optimizer, "lora": self.lora,
+            "stack": asdict(self.stack),
+            "fits": self.fits, "budget": self.budget, "spare": self.budget - self.peak,
+            "phases": self.phases, "peak": self.peak, "peak_phase": self.memory.peak_phase,
+            "allocated": self.allocated, "host": self.memory.host, "disk": self.memory.disk,
+            "time": {
+                "step": self.speed.seconds, "tokens_per_second": self.speed.tokens_per_second,
+                "parts": self.speed.parts, "bound_by": self.speed.bound_by,
+            },
+            "reasons": [{"field": name, "value": value, "why": why} for name, value, why in self.reasons],
+            "advice": self.advice,
+        }  # fmt: skip
+
+
+def plan(
+    model: str | ModelSizes,
+    *,
+    gpus: str | Hardware,
+    context: int | str,
+    rows: int = 1,
+    host: int | str | None = None,
+    disk: int | str | None = None,
+    optimizer: str = "adamw",
+    lora: int = 0,
+    kernel: str | None = None,
+    stack: Stack | None = None,
+    advise: bool = True,
+    **pinned: Any,
+) -> Plan:
+    """The fastest stack that fits.
+
+    model: a preset's name, a folder with config.json, or its sizes. gpus: "8xH100-80GB". host, disk: memory and scratch space of
+    one machine. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. pinned:
+    fields of Stack that must stay as given.
+    """
+    sizes = read_sizes(model) if isinstance(model, str) else model
+    hardware = parse_gpus(gpus) if isinstance(gpus, str) else gpus
+    tokens = parse_tokens(context) if isinstance(context, str) else context
+    if tokens < 2:
+        raise ValueError(f"context={tokens} must be at least 2 tokens")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    unknown = [name for name in pinned if name not in {each.name for each in fields(Stack)}]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: no such field of Stack")
+    hardware = replace(
+        hardware,
+        host=parse_bytes(host) if isinstance(host, str) else host if host is not None else hardware.host,
+        disk=parse_bytes(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
+    )
+    asked = _Asked(sizes, hardware, tokens, rows, optimizer, lora, kernel or hardware.gpu.kernel)
+    if stack is not None:
+        return asked.look(stack)
+    candidates = list(_candidates(sizes, hardware, tokens, rows, pinned))
+    if not candidates:
+        given = ", ".join(f"{name}={value}" for name, value in pinned.items())
+        raise ValueError(
+            f"no stack is possible for {hardware.count} GPUs and rows={rows}{' with ' + given if given else ''}; free a field, or "
+            "use another number of GPUs or rows"
+        )
+    best = asked.search(candidates)
+    if not best.fits and advise:
+        best.advice = list(_advice(asked, best, pinned)) or [_hopeless(asked)]
+    best.reasons = _reasons(asked, best, pinned)
+    return best
+
+
+def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = 2**16, **options: Any) -> Plan:
+    """The plan of the longest context that fits, in multiples of `step` tokens."""
+    low, high = 0, 1
+    best: Plan | None = None
+    while high * step <= 2**30:
+        found = plan(model, gpus=gpus, context=high * step, advise=False, **options)
+        if not found.fits:
+            break
+        low, best, high = high, found, high * 2
+    if best is None:
+        return plan(model, gpus=gpus, context=step, **options)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = plan(model, gpus=gpus, context=middle * step, advise=False, **options)
+        if found.fits:
+            low, best = middle, found
+        else:
+            high = middle
+    return best
+
+
+@dataclass
+class _Asked:
+    model: ModelSizes
+    hardware: Hardware
+    context: int
+    rows: int
+    optimizer: str
+    lora: int
+    kernel: str
+
+    def job(self, stack: Stack) -> Job:
+        kernel = self.kernel if stack.attention == "auto" else stack.attention
+        return Job(
+            self.model,
+            stack,
+            self.context,
+            self.hardware.count,
+            self.rows,
+            kernel,
+            OPTIMIZERS[self.optimizer],
+            self.lora,
+        )
+
+    def look(self, stack: Stack) -> Plan:
+        job = self.job(stack)
+        found = Plan(
+            self.model, self.hardware, self.context, self.rows, stack, predict(job), estimate(job, self.hardware), False,
+            self.optimizer, self.lora,
+        )  # fmt: skip
+        found.fits = not self.problems(found)
+        return found
+
+    def problems(self, found: Plan) -> list[str]:
+        """What does not fit, in words."""
+        out = []
+        if found.peak > found.budget:
+            out.append(f"GPU memory: {format_bytes(found.peak)} of {format_bytes(found.budget)}")
+        ranks = self.hardware.ranks_per_node
+        if self.hardware.host is not None and found.memory.host * ranks > HOST_SHARE * self.hardware.host:
+            out.append(f"host memory: {format_bytes(found.memory.host * ranks)} of {format_bytes(self.hardware.host)}")
+        if (
+            found.stack.store == "disk"
+            and self.hardware.disk is not None
+            and found.memory.disk * ranks > self.hardware.disk
+        ):
+            out.append(f"disk: {format_bytes(found.memory.disk * ranks)} of {format_bytes(self.hardware.disk)}")
+        return out
+
+    def search(self, candidates: list[Stack]) -> Plan:
+        """The fastest that fits, or else the one that needs least of the GPU."""
+        timed = sorted(candidates, key=lambda stack: estimate(self.job(stack), self.hardware).seconds)
+        least: Plan | None = None
+        for stack in timed:
+            found = self.look(stack)
+            if found.fits:
+                return found
+            if least is None or found.peak < least.peak:
+                least = found
+        assert least is not None
+        return least
+
+
+def _candidates(
+    model: ModelSizes, hardware: Hardware, context: int, rows: int, pinned: dict[str, Any]
+) -> Iterator[Stack]:
+    world = hardware.count
+    for ulysses in _choices(pinned, "ulysses", [n for n in range(1, hardware.ranks_per_node + 1) if world % n == 0]):
+        if ulysses > model.heads:
+            continue
+        for ring in _choices(
+            pinned, "ring", [n for n in range(1, world // ulysses + 1) if (world // ulysses) % n == 0]
+        ):
+            groups, rest = divmod(world, ulysses * ring)
+            if rest or rows % groups:  # every group needs rows of its own
+                continue
+            if "ring" not in pinned and ring > 1 and ulysses < min(hardware.ranks_per_node, model.heads):
+                continue  # a ring is for what Ulysses cannot share
+            base = {
+                "ulysses": ulysses,
+                "ring": ring,
+                **{k: v for k, v in pinned.items() if k not in ("ulysses", "ring")},
+            }
+            yield from _layers(model, hardware, context // (ulysses * ring), base)
+
+
+def _layers(model: ModelSizes, hardware: Hardware, tokens: int, base: dict[str, Any]) -> Iterator[Stack]:
+    per_rank = -(-model.heads // base["ulysses"])
+    stages = [n for n in range(1, per_rank) if per_rank % n == 0]
+    stores = ["gpu", "host"] + (["disk"] if hardware.disk else [])
+    for recompute in _choices(base, "recompute", ["none", "keep_attention", "layer"]):
+        for store in _choices(base, "store", stores):
+            if recompute == "none" and store != "gpu":
+                continue
+            for tile in _choices(base, "tile", [each for each in TILES if each is None or each < tokens]):
+                if (tile is None) != (recompute == "none") and "tile" not in base:
+                    continue  # tiles are computed again, so keeping everything else brings nothing
+                for heads in _choices(base, "heads_per_stage", [None, *reversed(stages)]):
+                    if recompute == "none" and heads is not None and "heads_per_stage" not in base:
+                        continue
+                    holds = [None] if store == "gpu" else [True, False]
+                    for hold in _choices(base, "hold", holds):
+                        found = Stack(**{
+                            **base, "recompute": recompute, "store": store, "tile": tile, "heads_per_stage": heads,
+                            "hold": hold,
+                        })  # fmt: skip
+                        if not found.violations(None):
+                            yield found
+
+
+def _choices(pinned: dict[str, Any], name: str, otherwise: list[Any]) -> list[Any]:
+    return [pinned[name]] if name in pinned else otherwise
+
+
+def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """One reason for each field of the stack that matters."""
+    stack, gpu = best.stack, asked.hardware.gpu
+    found = []
+
+    def because(name: str, why: str) -> None:
+        found.append((name, getattr(stack, name), "given" if name in pinned else why))
+
+    if stack.ulysses > 1 or "ulysses" in pinned:
+        because(
+            "ulysses",
+            f"{stack.ulysses} GPUs of a machine share the sequence by heads: 1/{stack.ulysses} of its activations each",
+        )
+    if stack.ring > 1 or "ring" in pinned:
+        because("ring", "the GPUs that are left share it by passing keys and values around")
+    if stack.recompute == "none":
+        because("recompute", "activations fit as they are: nothing is computed twice")
+    elif stack.recompute == "keep_attention":
+        because("recompute", "attention is the expensive part and its output is kept; the rest is computed again")
+    else:
+        because("recompute", "there is no room for attention outputs: backward attends once more")
+    room = format_bytes(best.memory.host or best.memory.disk)
+    because(
+        "store",
+        "kept activations fit on the GPU" if stack.store == "gpu" else
+        f"{room} of kept activations a GPU wait in pinned host memory" if stack.store == "host" else
+        f"{room} of kept activations a GPU wait on disk: host memory is too small",
+    )  # fmt: skip
+    if stack.tile is not None or "tile" in pinned:
+        because("tile", "the longest tiles that fit: norms, MLP and loss hold one tile at a time")
+    if stack.heads_per_stage is not None or "heads_per_stage" in pinned:
+        because("heads_per_stage", "as many heads at a time as fit: attention buffers follow it")
+    if stack.hold is not None:
+        because(
+            "hold",
+            "what a layer reads again stays on the GPU"
+            if stack.hold
+            else "no room to hold a layer's input: it is read again",
+        )
+    if asked.kernel:
+        found.append(
+            (
+                "attention",
+                asked.kernel,
+                f"the fastest kernel on {gpu.name}" + ("" if gpu.measured else ", rate not measured there"),
+            )
+        )
+    return found
+
+
+def _hopeless(asked: _Asked) -> str:
+    states = asked.model.weights * (8 + OPTIMIZERS[asked.optimizer]) / asked.hardware.count
+    return (
+        "nothing that was tried (64 times the GPUs, shorter contexts, the disk, 8-bit states, LoRA): weights, gradients and "
+        f"states alone are {format_bytes(states)} a GPU; take GPUs with more memory, or a smaller model"
+    )
+
+
+def _advice(asked: _Asked, least: Plan, pinned: dict[str, Any]) -> Iterator[str]:
+    """The nearest things that would fit, with numbers."""
+    options = dict(
+        gpus=asked.hardware, rows=asked.rows, optimizer=asked.optimizer, lora=asked.lora, kernel=asked.kernel, **pinned
+    )
+
+    def tried(**changes: Any) -> Plan | None:
+        merged = {"context": asked.context, **options, **changes}
+        candidates = _candidates(asked.model, merged["gpus"], merged["context"], asked.rows, pinned)
+        other = replace(
+            asked,
+            hardware=merged["gpus"],
+            context=merged["context"],
+            optimizer=merged["optimizer"],
+            lora=merged["lora"],
+        )
+        stacks = list(candidates)
+        found = other.search(stacks) if stacks else None
+        return found if found is not None and found.fits else None
+
+    if not pinned.get("ulysses"):
+        for factor in (2, 4, 8, 16, 32, 64):
+            more = replace(asked.hardware, count=asked.hardware.count * factor)
+            if found := tried(gpus=more):
+                yield f"{more.words}: {format_bytes(found.peak)} a GPU, {found.speed.tokens_per_second:,.0f} tokens/s each"
+                break
+    shorter = asked.context
+    while shorter > 2048:
+        shorter //= 2
+        if found := tried(context=shorter):
+            yield f"a context of {format_tokens(shorter)}: {format_bytes(found.peak)} a GPU"
+            break
+    if asked.hardware.disk is None and "store" not in pinned:
+        roomy = replace(asked.hardware, disk=10**15)
+        if found := tried(gpus=roomy):
+            need = found.memory.disk * asked.hardware.ranks_per_node
+            yield f"store: disk with {format_bytes(need)} of scratch space a machine (--disk): {format_bytes(found.peak)} a GPU"
+    if asked.optimizer == "adamw" and not asked.lora and (found := tried(optimizer="adamw8bit")):
+        yield f"train.optimizer: adamw8bit: {format_bytes(found.peak)} a GPU"
+    if not asked.lora and (found := tried(lora=16)):
+        yield f"LoRA of rank 16 (model.lora): {format_bytes(found.peak)} a GPU"

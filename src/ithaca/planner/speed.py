@@ -1,0 +1,139 @@
+"""How long a step takes, by arithmetic, and what bounds it.
+
+    attention   operations of the causal triangle at the kernel's rate; once more where backward computes it again
+    matmul      2 operations for each weight and token forward, 4 backward, and 2 again where backward recomputes
+    other       norms, rotations, copies between layouts, sums of gradients: bound by memory, by the token and layer
+    pcie, disk  what the store moves, as far as computation waits for it
+    links       all-to-alls, ring and FSDP2, as far as they are longer than the computation beside them
+
+Rates are those of whole steps measured on one H200 (benchmarks/results/2026-11-15-h200.md), as shares of the GPU's peak. Links
+between GPUs have not been measured at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import Hardware
+from .memory import HALF, HOLD_BYTES, PROJECTION_TILES, Job
+
+# (kernel, head size up to) -> share of the peak, forward and backward
+RATES = {
+    "fa4": {64: (0.554, 0.548), 256: (0.78, 0.74)},
+    "cudnn": {64: (0.45, 0.43), 256: (0.72, 0.647)},
+    "flash": {64: (0.30, 0.29), 256: (0.31, 0.33)},
+}
+OLDER = {64: (0.55, 0.45), 256: (0.62, 0.50)}  # flash on GPUs before Hopper, for which it was written
+MATMUL = 0.70
+# Seconds a token and layer of 2,048 wide spends in everything else, on a memory of 4.8 TB/s: in tiles, and whole.
+OTHER = {True: 0.45e-6, False: 0.25e-6}
+PROJECTED, TILED = 150e-6, 100e-6  # seconds to launch what a tile of a stage's projections, and of an MLP, takes
+# Share of the copies from the host that is waited for: pieces read once, and pieces read again by every stage.
+WAITED = {True: 0.9, False: 0.7}
+LINK = 0.75  # of the makers' bandwidth that a collective reaches
+
+
+@dataclass(frozen=True)
+class Speed:
+    parts: dict[str, float]
+    tokens_per_second: float  # per GPU
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bound_by(self) -> str:
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+def estimate(job: Job, hardware: Hardware) -> Speed:
+    m, stack, gpu = job.model, job.stack, hardware.gpu
+    ranks = stack.ulysses * stack.ring
+    groups = max(1, job.world // ranks)
+    rows = max(1, job.rows // groups)
+    tokens = rows * job.context / ranks
+    layers = range(m.layers)
+    again = sum(stack.recompute_of(i) == "layer" for i in layers)
+    none = sum(stack.recompute_of(i) == "none" and stack.tile is None for i in layers)
+    forward, backward = _rates(job.kernel, m.head_dim, gpu.kernel)
+    pairs = [_pairs(job.context, window) for window in m.windows]
+    work = [4 * each * rows * m.heads * m.head_dim / ranks for each in pairs]
+    twice = sum(flops for i, flops in enumerate(work) if stack.recompute_of(i) == "layer")
+    idle = _idle(m.heads, stack.ulysses)
+    attention = ((sum(work) + twice) / forward + 2.5 * sum(work) / backward) / gpu.peak * idle
+    active = m.attention_weights + (
+        m.mlp_weights if not m.experts else 3 * m.hidden * m.intermediate * m.active_experts
+    )
+    passes = 4 if job.lora else 6
+    weights = active * (m.layers * passes + 2 * (m.layers - none)) + m.embedding_weights * (4 if job.lora else 6)
+    matmul = weights * tokens / (gpu.peak * MATMUL)
+    tiled = stack.tile is not None and stack.tile < job.context
+    other = OTHER[tiled] * tokens * m.layers * (m.hidden / 2048) * (4.8e12 / gpu.bandwidth)
+    other += m.layers * _tiles(job, tokens, gpu.bandwidth)
+    compute = attention + matmul + other
+    parts = {"attention": attention, "matmul": matmul, "other": other, "pcie": 0.0, "disk": 0.0, "links": 0.0}
+    x, attended = tokens * m.hidden * HALF, tokens * m.heads * m.head_dim * HALF
+    if stack.store != "gpu":
+        kept = m.layers * x + (m.layers - again) * attended
+        holds = x <= HOLD_BYTES if stack.hold is None else stack.hold
+        stages = _stages(job)
+        read = kept if holds or stack.engine == "composed" else m.layers * (x * (2 + 2 * stages) + 4 * attended)
+        parts["pcie"] = WAITED[holds] * read / gpu.pcie + max(0.0, (kept + read) / gpu.pcie - compute)
+        if stack.store == "disk":
+            parts["disk"] = max(0.0, 2 * kept * hardware.ranks_per_node / hardware.disk_rate - compute)
+    parts["links"] = _links(job, hardware, tokens, compute)
+    return Speed(parts, rows * job.context / ranks / sum(parts.values()))
+
+
+def _stages(job: Job) -> int:
+    """At least one; heads that do not divide leave a rank idle in some of them."""
+    m, stack = job.model, job.stack
+    return -(-m.heads // (stack.ulysses * (stack.heads_per_stage or m.heads)))
+
+
+def _tiles(job: Job, tokens: float, bandwidth: float) -> float:
+    """What a layer pays for being cut into tiles: launches, and the fp32 sums of weight gradients that every tile adds to."""
+    m, tile = job.model, job.stack.tile
+    if tile is None or tile >= tokens:
+        return 0.0
+    count = tokens / tile
+    sums = 0 if job.lora else 12 * (m.mlp_weights + m.heads * m.head_dim * m.hidden) / bandwidth
+    return _stages(job) * count / PROJECTION_TILES * PROJECTED + count * (TILED + sums)
+
+
+def _links(job: Job, hardware: Hardware, tokens: float, compute: float) -> float:
+    """Seconds of communication that computation cannot hide."""
+    m, stack, gpu = job.model, job.stack, hardware.gpu
+    inside, between = gpu.nvlink * LINK, hardware.network * LINK
+    heads = tokens * m.head_dim * HALF
+    exchange = 0.0
+    if stack.ulysses > 1:
+        link = inside if stack.ulysses <= hardware.ranks_per_node else between
+        exchange = m.layers * heads * (8 * m.heads + 6 * m.kv_heads) * (1 - 1 / stack.ulysses) / link
+    if stack.ring > 1:
+        link = between if job.world > hardware.per_node else inside
+        exchange += m.layers * heads * stack.ulysses * m.kv_heads / max(stack.ulysses, 1) * 8 * (stack.ring - 1) / link
+    sharding = 0.0
+    if job.world > 1 and stack.shard_parameters:
+        link = between if job.world > hardware.per_node else inside
+        sharding = m.weights * (2 * HALF + 4) * (1 - 1 / job.world) / link
+    exposed = 0.1 * (exchange + sharding)  # the first and the last of a layer have nothing to hide behind
+    return exposed + max(0.0, exchange + sharding - compute)
+
+
+def _rates(kernel: str, width: int, best: str) -> tuple[float, float]:
+    table = OLDER if kernel == "flash" and best == "flash" else RATES.get(kernel, RATES["flash"])
+    return next(rates for limit, rates in sorted(table.items()) if width <= limit)
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Visible pairs of one causal row, halved as kernels count: 4·D operations each make 2·S²·D."""
+    if window is None or window >= length:
+        return length * length / 2
+    return window * (length - window / 2)
+
+
+def _idle(heads: int, ranks: int) -> float:
+    """Where heads do not divide by ranks, the busiest rank sets the pace."""
+    return -(-heads // ranks) * ranks / heads

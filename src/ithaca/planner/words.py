@@ -1,0 +1,117 @@
+"""Plans as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from ..config.sizes import format_bytes, format_tokens
+from .categories import CATEGORIES, PHASES
+from .search import Plan
+
+
+def describe(plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = None) -> list[str]:
+    gpu, speed, memory = plan.hardware.gpu, plan.speed, plan.memory
+    spare = plan.budget - plan.peak
+    verdict = f"fits, {format_bytes(spare)} to spare" if plan.fits else "does not fit"
+    if not plan.fits and spare < 0:
+        verdict += f": {format_bytes(-spare)} too much"
+    lines = [
+        f"{plan.model.name} ({plan.model.weights / 1e9:.2f}B parameters) at {format_tokens(plan.context)} tokens on "
+        f"{plan.hardware.words}: {verdict}",
+        f"  GPU     {format_bytes(plan.peak)} of {format_bytes(plan.budget)} in {memory.peak_phase} (of it tensors "
+        f"{format_bytes(plan.allocated)})",
+    ]
+    holders = plan.phases[memory.peak_phase]
+    lines += [
+        f"            {format_bytes(nbytes):>9}  {CATEGORIES[name]}"
+        for name, nbytes in sorted(holders.items(), key=lambda each: -each[1])
+        if nbytes >= (0.02 if explain else 0.04) * plan.peak
+    ]
+    ranks = plan.hardware.ranks_per_node
+    if memory.host:
+        lines.append(
+            f"  host    {format_bytes(memory.host)} pinned a GPU, {format_bytes(memory.host * ranks)} a machine"
+        )
+    if memory.disk:
+        lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(memory.disk * ranks)} a machine")
+    parts = ", ".join(f"{name} {_seconds(each)}" for name, each in speed.parts.items() if each > 0.005 * speed.seconds)
+    lines.append(
+        f"  time    {_seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
+        f"({parts})"
+    )
+    if not gpu.measured:
+        lines.append(f"          rates were measured on an H200 and scaled to {gpu.name}; links were not measured")
+    lines.append("  stack")
+    width = max((len(f"{name}: {_value(value)}") for name, value, _ in plan.reasons), default=0)
+    lines += [f"    {f'{name}: {_value(value)}':{width}}  {why}" for name, value, why in plan.reasons]
+    if explain:
+        lines += ["  memory by phase", *table(plan)]
+    if dry is not None:
+        lines += _dry(plan, dry)
+    if plan.advice:
+        lines += ["  what would fit", *(f"    {each}" for each in plan.advice)]
+    return lines
+
+
+def table(plan: Plan) -> list[str]:
+    """Bytes of each holder in each phase."""
+    names = [name for name in CATEGORIES if any(by.get(name, 0) > 1e6 for by in plan.phases.values())]
+    phases = [phase for phase in PHASES if phase in plan.phases]
+    rows = [["", *phases]]
+    rows += [[name, *(format_bytes(plan.phases[phase].get(name, 0)) for phase in phases)] for name in names]
+    rows.append(["all", *(format_bytes(sum(plan.phases[phase].values())) for phase in phases)])
+    return _columns(rows)
+
+
+def side_by_side(first: Plan, second: Plan) -> list[str]:
+    fields = {**asdict(first.stack)}
+    changed = [name for name, value in fields.items() if value != getattr(second.stack, name)]
+    rows = [["", "this", "that"], ["fits", *("yes" if each.fits else "no" for each in (first, second))]]
+    rows += [[name, _value(getattr(first.stack, name)), _value(getattr(second.stack, name))] for name in changed]
+    numbers = {
+        "GPU": lambda p: format_bytes(p.peak),
+        "host a GPU": lambda p: format_bytes(p.memory.host),
+        "disk a GPU": lambda p: format_bytes(p.memory.disk),
+        "step": lambda p: _seconds(p.speed.seconds),
+        "tokens/s per GPU": lambda p: f"{p.speed.tokens_per_second:,.0f}",
+        "bound by": lambda p: p.speed.bound_by,
+    }
+    rows += [[name, read(first), read(second)] for name, read in numbers.items()]
+    rows += [
+        [f"  {name}", *(format_bytes(each.phases[each.memory.peak_phase].get(name, 0)) for each in (first, second))]
+        for name in CATEGORIES
+        if any(each.phases[each.memory.peak_phase].get(name, 0) > 1e6 for each in (first, second))
+    ]
+    head = f"{first.model.name} at {format_tokens(first.context)} tokens on {first.hardware.words}"
+    return [head, *_columns(rows)]
+
+
+def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
+    said = f"  dry run {format_bytes(dry['peak'])} of tensors in {dry['peak_phase']}, {dry['layers']} layers executed"
+    if dry["layers"] == plan.model.layers:
+        said += f"; the plan says {format_bytes(plan.memory.peak)} ({plan.memory.peak / dry['peak'] - 1:+.1%})"
+    lines = sorted(dry["lines"][dry["peak_phase"]].items(), key=lambda each: -each[1])
+    return [said, *(f"            {format_bytes(nbytes):>9}  {line}" for line, nbytes in lines[:8])]
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _columns(rows: Iterable[list[str]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "    "
+        + row[0].ljust(widths[0])
+        + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]

@@ -1,0 +1,267 @@
+"""What the charts and tables of the page show, part by part. A part without data is None and is not drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .decimate import pick, pick_stacked, running_mean
+from .inputs import Inputs
+from .summary import gpu_memory, per
+from .values import CATEGORIES, at, number, ordered, parts, positive, said, table, tables, text
+
+PHASES = ("load", "forward", "loss", "backward", "step")
+TIMES = ("attention", "matmul", "other", "pcie", "disk", "links")
+ROWS = 40
+"""Rows of a table; a profile has thousands of kernels, and the first few hold the time."""
+
+
+def phases(inputs: Inputs) -> dict[str, Any] | None:
+    """Memory by category in each phase of the plan."""
+    plan = table(inputs.plan)
+    given = table(plan.get("phases"))
+    names = [name for name in PHASES if name in given] + [name for name in given if name not in PHASES]
+    bars = [
+        {"label": name, "parts": sizes, "total": sum(sizes.values())} for name in names if (sizes := parts(given[name]))
+    ]
+    if not bars:
+        return None
+    peak_phase = text(plan.get("peak_phase"))
+    for bar in bars:
+        bar["peak"] = bar["label"] == peak_phase
+    return {
+        "bars": bars,
+        "limit": gpu_memory(inputs),
+        "budget": positive(plan.get("budget")),
+        "fits": _flag(plan.get("fits")),
+    }
+
+
+def at_peak(inputs: Inputs) -> dict[str, Any] | None:
+    """Memory by category when it was largest: as planned, and as the profile found it."""
+    plan, profile = table(inputs.plan), table(inputs.profile)
+    measured = parts(profile.get("categories"))
+    if not measured:
+        return None
+    peak_phase = text(plan.get("peak_phase"))
+    planned = parts(at(plan, "phases", peak_phase)) if peak_phase else {}
+    both = ((f"planned ({peak_phase})", planned), ("measured", measured))
+    bars = [{"label": label, "parts": sizes, "total": sum(sizes.values())} for label, sizes in both if sizes]
+    return {"bars": bars, "limit": gpu_memory(inputs)}
+
+
+def times(inputs: Inputs) -> dict[str, Any] | None:
+    """Predicted seconds of a step by what they are spent on; parts overlap, so they do not add up."""
+    time = table(at(inputs.plan, "time"))
+    given = parts(time.get("parts"))
+    names = [name for name in TIMES if name in given] + [name for name in given if name not in TIMES]
+    if not names:
+        return None
+    bound = text(time.get("bound_by"))
+    bars = [{"label": name, "value": given[name], "bound": name == bound} for name in names]
+    return {"bars": bars, "step": positive(time.get("step"))}
+
+
+def ladder(inputs: Inputs) -> dict[str, Any] | None:
+    rungs = [found for each in tables(at(inputs.ladder, "rungs")) if (found := _rung(each))]
+    if not rungs:
+        return None
+    limit = positive(at(inputs.ladder, "hardware", "gpu_memory")) or gpu_memory(inputs)
+    return {"rungs": rungs, "limit": limit, "sweeps": _sweeps(inputs)}
+
+
+def _rung(rung: dict[str, Any]) -> dict[str, Any] | None:
+    sizes = parts(rung.get("holders"))
+    if not sizes:  # without holders: those of its largest phase
+        every = [parts(each) for each in table(rung.get("phases")).values()]
+        sizes = max(every, key=lambda each: sum(each.values()), default={})
+    total = positive(rung.get("peak")) or sum(sizes.values())
+    if not total:
+        return None
+    rest = total - sum(sizes.values())
+    if rest > 0.001 * total:  # the bar has to be as long as the peak
+        sizes["other"] = sizes.get("other", 0) + rest
+    largest = text(rung.get("largest"))
+    return {
+        "label": text(rung.get("name")) or "?",
+        "adds": text(rung.get("adds")),
+        "parts": sizes,
+        "total": total,
+        "largest": largest,
+        "largest_bytes": sizes.get(largest) if largest else None,
+        "rate": positive(rung.get("tokens_per_second")),
+        "fits": _flag(rung.get("fits")),
+        "measured": positive(at(rung, "measured", "peak")),
+        "measured_rate": positive(at(rung, "measured", "tokens_per_second")),
+    }
+
+
+def _sweeps(inputs: Inputs) -> list[dict[str, Any]]:
+    found = []
+    for name, given in table(at(inputs.ladder, "sweeps")).items():
+        points = [
+            {
+                "value": said(each.get("value")),
+                "peak": positive(each.get("peak")),
+                "rate": positive(each.get("tokens_per_second")),
+                "fits": _flag(each.get("fits")),
+            }
+            for each in tables(given)
+        ]
+        points = [each for each in points if each["peak"] or each["rate"]]
+        if points:
+            found.append({"name": name, "points": points})
+    return found
+
+
+def timeline(inputs: Inputs) -> dict[str, Any] | None:
+    """Memory by category over time, as the profile saw it."""
+    given = table(at(inputs.profile, "timeline"))
+    seconds, layers = given.get("seconds"), table(given.get("categories"))
+    if not isinstance(seconds, list) or len(seconds) < 2:
+        return None
+    layers = {
+        name: values for name, values in layers.items() if isinstance(values, list) and len(values) == len(seconds)
+    }
+    whole = sorted(
+        (index for index, second in enumerate(seconds) if number(second) is not None), key=seconds.__getitem__
+    )
+    clean = {name: [max(number(layers[name][index]) or 0, 0) for index in whole] for name in ordered(layers)}
+    clean = {name: values for name, values in clean.items() if any(values)}
+    if not clean or len(whole) < 2:
+        return None
+    if len(clean) > 2 * len(CATEGORIES):  # names that nobody could tell apart
+        rest = [clean.pop(name) for name in list(clean) if name not in CATEGORIES or name == "other"]
+        clean["other"] = [sum(column) for column in zip(*rest, strict=True)]
+    kept = pick_stacked(list(clean.values()))
+    return {
+        "seconds": [round(seconds[whole[index]], 6) for index in kept],
+        "layers": [{"name": name, "values": [values[index] for index in kept]} for name, values in clean.items()],
+        "samples": len(whole),
+        "limit": gpu_memory(inputs),
+    }
+
+
+def curves(inputs: Inputs) -> list[dict[str, Any]]:
+    """Six charts over steps, each with one or more lines."""
+    memory = {"gpu_peak": "GPU", "host_peak": "host", "disk_peak": "disk"}
+    wanted = (  # name, title, kind of number, axis from zero, a calm line through it, fields of a line of metrics
+        ("loss", "Loss", "loss", False, True, {"loss": "loss", "eval_loss": "evaluation"}),
+        ("lr", "Learning rate", "number", True, False, {"lr": "learning rate"}),
+        ("grad_norm", "Gradient norm", "number", True, True, {"grad_norm": "norm"}),
+        ("rate", f"Tokens/s {per(inputs)}", "rate", True, True, {"tokens_per_second": "tokens/s"}),
+        ("memory", "Peak memory", "bytes", True, False, memory),
+        ("copy_wait", "Waiting for copies", "seconds", True, True, {"copy_wait": "wait"}),
+    )
+    found = []
+    for name, title, kind, zero, smooth, fields in wanted:
+        lines = [line for field, label in fields.items() if (line := _line(inputs, field, label))]
+        if not lines:
+            continue
+        limit = gpu_memory(inputs) if lines[0]["name"] == "gpu_peak" else None
+        lines = [_short(line, smooth) for line in lines]
+        found.append({"name": name, "title": title, "kind": kind, "zero": zero, "limit": limit, "lines": lines})
+    return found
+
+
+def _line(inputs: Inputs, name: str, label: str) -> dict[str, Any] | None:
+    points = [(line["step"], value) for line in inputs.steps if (value := number(line.get(name))) is not None]
+    if not points or (name in ("host_peak", "disk_peak") and not any(value for _, value in points)):
+        return None
+    return {"name": name, "label": label, "x": [step for step, _ in points], "y": [value for _, value in points]}
+
+
+def _short(line: dict[str, Any], smooth: bool) -> dict[str, Any]:
+    xs, ys = line["x"], line["y"]
+    kept = pick(ys)
+    short = {**line, "x": [xs[index] for index in kept], "y": [ys[index] for index in kept], "points": len(xs)}
+    places, means, window = running_mean(ys) if smooth else ([], [], 0)
+    if places:
+        short["mean"] = {
+            "x": [xs[place] for place in places],
+            "y": [float(f"{mean:.6g}") for mean in means],
+            "of": window,
+        }
+    return short
+
+
+def events(inputs: Inputs) -> list[dict[str, Any]]:
+    """Starts, resumes, saves and stops, with the step where it is known."""
+    found = []
+    for line in inputs.events:
+        name = text(line.get("event"))
+        step = number(line.get("from_step"))
+        step = number(line.get("at_step")) if step is None else step
+        checkpoint = text(line.get("checkpoint"))
+        if step is None and checkpoint and checkpoint.removeprefix("step-").isdecimal():
+            step = int(checkpoint.removeprefix("step-"))
+        about = text(line.get("cause")) or (checkpoint and f"checkpoint {checkpoint}")
+        found.append({"event": name, "step": step, "time": text(line.get("time")), "about": about})
+    return found
+
+
+def tables_of_profile(inputs: Inputs) -> list[dict[str, Any]]:
+    """Kernels, lines of code and modules by what they took, and the steps that were watched."""
+    profile = table(inputs.profile)
+    wanted = (
+        ("kernels", "Kernels", "seconds", "name", ("calls",)),
+        ("lines", "Lines of code", "bytes", "where", ()),
+        ("modules", "Modules", "bytes", "name", ()),
+    )
+    found = []
+    for key, title, measure, name, more in wanted:
+        rows = [
+            {"name": text(each.get(name)) or "?", "value": value, **{other: number(each.get(other)) for other in more}}
+            for each in tables(profile.get(key))
+            if (value := positive(each.get(measure))) is not None
+        ]
+        rows.sort(key=lambda each: -each["value"])
+        if rows:
+            whole = sum(each["value"] for each in rows)
+            found.append(
+                {
+                    "key": key,
+                    "title": title,
+                    "measure": measure,
+                    "rows": rows[:ROWS],
+                    "more": len(rows[ROWS:]),
+                    "whole": whole,
+                }
+            )
+    return found
+
+
+def profile(inputs: Inputs) -> dict[str, Any] | None:
+    """The rest of a profile: copies, and the steps."""
+    given = table(inputs.profile)
+    copies = table(given.get("copies"))
+    steps = [
+        {"seconds": number(each.get("seconds")), "peak": positive(each.get("peak"))}
+        for each in tables(given.get("steps"))
+    ]
+    found = {"copies": number(copies.get("seconds")), "exposed": number(copies.get("exposed")), "steps": steps[:ROWS]}
+    return found if found["copies"] is not None or steps else None
+
+
+def stack(inputs: Inputs) -> list[dict[str, Any]]:
+    """Every switch with its value and, where the plan says so, why."""
+    planned = table(at(inputs.plan, "stack"))
+    ran = {name: value for name, value in table(inputs.config.get("stack")).items() if name not in ("auto", "scratch")}
+    reasons = {text(each.get("field")): each for each in tables(at(inputs.plan, "reasons"))}
+    values = {**planned, **ran}
+    rows = []
+    for name, value in values.items():
+        differs = name in planned and name in ran and said(planned[name]) != said(ran[name])
+        why = text(at(reasons.get(name), "why"))
+        rows.append(
+            {"field": name, "value": said(value), "planned": said(planned[name]) if differs else None, "why": why}
+        )
+    for name, reason in reasons.items():  # what the plan decided beyond the stack, such as train.offload_optimizer
+        if name and name not in values:
+            rows.append(
+                {"field": name, "value": said(reason.get("value")), "planned": None, "why": text(reason.get("why"))}
+            )
+    return rows
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None

@@ -1,0 +1,258 @@
+// The page: each part is drawn if there is data for it, in the order of the calls at the end.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+data.categories.forEach((name) => KNOWN.add(name));
+
+const main = document.getElementById("main");
+const nav = document.getElementById("nav");
+let place = main; // where the next part goes
+
+// A part of the page, with a link to it at the top. Nothing to show, nothing drawn.
+function part(id, title, about, ...children) {
+  children = children.flat().filter(Boolean);
+  if (!children.length) return;
+  place.append(
+    h(
+      "section",
+      { class: "part", id, "aria-labelledby": `${id}-title` },
+      h("h2", { id: `${id}-title` }, title),
+      about ? h("p", { class: "about" }, about) : null,
+      ...children,
+    ),
+  );
+  nav.append(h("a", { href: `#${id}` }, title));
+}
+
+function ranking(table) {
+  const seconds = table.measure === "seconds";
+  const most = table.rows[0].value;
+  const rows = table.rows.map((row) => {
+    const bar = h("i");
+    bar.style.width = `${(100 * row.value) / most}%`;
+    return h(
+      "tr",
+      {},
+      h(
+        "th",
+        { scope: "row" },
+        h("span", { class: "name" }, row.name),
+        h("span", { class: "inline-bar", "aria-hidden": "true" }, bar),
+      ),
+      h("td", { class: "number" }, show[table.measure](row.value)),
+      seconds ? h("td", { class: "number" }, show.share(row.value / table.whole)) : null,
+      seconds ? h("td", { class: "number calls" }, row.calls === null ? "" : show.integer(row.calls)) : null,
+    );
+  });
+  const labels = seconds ? ["", "time", "share", "calls"] : ["", "bytes"];
+  const shown = 10;
+  const body = (from, to) =>
+    h(
+      "table",
+      { class: "ranking", "data-table": from ? null : table.key },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          labels.map((label, index) => h("th", { scope: "col", class: index ? "number" : null }, label)),
+        ),
+      ),
+      h("tbody", {}, rows.slice(from, to)),
+    );
+  const rest =
+    rows.length > shown
+      ? h("details", { class: "as-table" }, h("summary", {}, `${rows.length - shown} more`), body(shown))
+      : null;
+  return card(
+    table.key,
+    table.title,
+    seconds ? "GPU time by kernel." : "Held at the peak.",
+    body(0, shown),
+    rest,
+    table.more ? h("p", { class: "note" }, `${show.integer(table.more)} smaller ones are left out.`) : null,
+  );
+}
+
+function times() {
+  const found = data.times;
+  if (!found) return null;
+  const bars = found.bars.map((bar) => ({
+    label: bar.label,
+    parts: { [bar.label]: bar.value },
+    total: bar.value,
+    single: bar.bound ? "bound" : "part-of-time",
+    strong: bar.bound,
+    note: show.seconds(bar.value),
+    sub_note: bar.bound ? "bound by this" : null,
+  }));
+  const max = Math.max(found.step || 0, ...bars.map((bar) => bar.total)) * 1.04;
+  const rows = found.bars.map((bar) => [
+    bar.label,
+    show.seconds(bar.value),
+    found.step ? show.share(bar.value / found.step) : "",
+  ]);
+  return card(
+    "times",
+    "A step, as planned",
+    "Copies and links run beside computation, so the parts may add up to more than the step.",
+    barChart(
+      "times",
+      "seconds",
+      bars,
+      [{ value: found.step, label: `step ${show.seconds(found.step || 0)}`, kind: "step" }],
+      max,
+    ),
+    asTable(
+      "Time of a step by part",
+      [{ label: "" }, { label: "time", number: true }, { label: "of the step", number: true }],
+      rows,
+    ),
+  );
+}
+
+function watched() {
+  const found = data.profile;
+  if (!found) return null;
+  const facts = [];
+  if (found.copies !== null) facts.push(["copies to and from the host", show.seconds(found.copies)]);
+  if (found.exposed !== null) facts.push(["of which computation waited", show.seconds(found.exposed)]);
+  if (found.copies && found.exposed !== null)
+    facts.push(["hidden behind computation", show.share(Math.max(0, 1 - found.exposed / found.copies))]);
+  const rows = found.steps.map((step, index) => [
+    String(index + 1),
+    step.seconds === null ? "" : show.seconds(step.seconds),
+    step.peak === null ? "" : show.bytes(step.peak),
+  ]);
+  return card(
+    "watched",
+    "Steps and copies, as measured",
+    null,
+    facts.length
+      ? h(
+          "dl",
+          { class: "pairs" },
+          facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+        )
+      : null,
+    rows.length
+      ? grid(
+          "Steps that were profiled",
+          [{ label: "step" }, { label: "time", number: true }, { label: "peak", number: true }],
+          rows,
+        )
+      : null,
+  );
+}
+
+function stack() {
+  if (!data.stack.length) return null;
+  const rows = data.stack.map((row) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, row.field),
+      h("td", {}, h("code", {}, row.value), row.planned ? h("small", {}, ` planned: ${row.planned}`) : null),
+      h("td", { class: "why" }, row.why || ""),
+    ),
+  );
+  const reasons = data.stack.some((row) => row.why);
+  return h(
+    "div",
+    { class: "card" },
+    h(
+      "table",
+      { class: `stack${reasons ? "" : " bare"}`, "data-table": "stack" },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          ["technique", "value", reasons ? "why" : ""].map((label) => h("th", { scope: "col" }, label)),
+        ),
+      ),
+      h("tbody", {}, rows),
+    ),
+  );
+}
+
+function record() {
+  const events = data.events.length
+    ? h(
+        "details",
+        {},
+        h("summary", {}, `Starts, saves and stops (${data.events.length})`),
+        grid(
+          "Events",
+          [{ label: "event" }, { label: "step", number: true }, { label: "time (UTC)" }, { label: "" }],
+          data.events.map((event) => [
+            event.event || "",
+            event.step === null ? "" : show.integer(event.step),
+            (event.time || "").replace("T", " ").replace("Z", ""),
+            event.about || "",
+          ]),
+        ),
+      )
+    : null;
+  const config = data.config
+    ? h("details", {}, h("summary", {}, "config.yaml"), h("pre", { tabindex: "0" }, data.config))
+    : null;
+  return events || config ? h("div", { class: "card" }, events, config) : null;
+}
+
+function themes() {
+  const order = ["auto", "light", "dark"];
+  const button = document.getElementById("theme");
+  let chosen = "auto";
+  try {
+    chosen = localStorage.getItem("ithaca-theme") || "auto";
+  } catch {
+    /* a browser may refuse storage to a file; the choice then lasts as long as the page */
+  }
+  const apply = () => {
+    if (!order.includes(chosen)) chosen = "auto";
+    if (chosen === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = chosen;
+    button.textContent = `Theme: ${chosen}`;
+  };
+  button.addEventListener("click", () => {
+    chosen = order[(order.indexOf(chosen) + 1) % order.length];
+    try {
+      localStorage.setItem("ithaca-theme", chosen);
+    } catch {
+      /* as above */
+    }
+    apply();
+  });
+  apply();
+}
+
+themes();
+header();
+part("plan", "Plan against measurement", null, comparison());
+part("training", "Training", null, training());
+const memory = [phases(), atPeak(), timeline()].filter(Boolean);
+const rungs = [ladder(), sweeps()].filter(Boolean);
+const places = data.tables.filter((table) => table.measure === "bytes").map(ranking);
+const keys = memory.length || rungs.length ? memoryLegend() : null;
+part(
+  "memory",
+  "Memory",
+  null,
+  memory.length ? keys : null,
+  memory,
+  places.length ? h("div", { class: "pair" }, places) : null,
+);
+if (memory.length) place = document.getElementById("memory"); // the legend stays in view down to the last rung
+part("ladder", "Ladder", null, memory.length ? null : keys, rungs);
+place = main;
+const kernels = data.tables.filter((table) => table.measure === "seconds").map(ranking);
+const time = [times(), watched()].filter(Boolean);
+part("time", "Time", null, time.length ? h("div", { class: "pair" }, time) : null, kernels);
+part("stack", "Stack", null, stack());
+part("record", "Record", null, record());
+const state = data.heading.state;
+document.getElementById("footer").textContent =
+  `ithaca ${data.version}${state && state.time ? ` · as of ${state.time.replace("T", " ").replace("Z", " UTC")}` : ""} · 1 GB = 10⁹ bytes, 1M tokens = 1,048,576`;
+document.body.dataset.ready = "yes";

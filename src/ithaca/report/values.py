@@ -1,0 +1,85 @@
+"""Values from files that somebody else wrote: the number, text or table that is there, or None.
+
+A page is drawn in JavaScript, where one text in place of a number shows up as NaN somewhere far away. So every value passes
+through here before it goes into the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import Any
+
+CATEGORIES = (
+    "parameters", "gradients", "optimizer", "fsdp", "kept", "residual", "attention", "exchange", "tile", "loss", "workspace",
+    "slack", "context", "other",
+)  # fmt: skip
+"""What holds memory, in stacking order. Others may come; they are stacked behind these."""
+
+
+def number(value: Any) -> int | float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return value if isfinite(value) else None
+    except OverflowError:  # an int beyond what a float holds
+        return None
+
+
+def positive(value: Any) -> int | float | None:
+    """A number above zero: a size or a time that was measured."""
+    found = number(value)
+    return found if found is not None and found > 0 else None
+
+
+def text(value: Any) -> str | None:
+    """A short text; a number is one too."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return None
+    return str(value) or None
+
+
+def table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def tables(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def at(record: Any, *names: str) -> Any:
+    """record[name][name]..., or None where the path ends early."""
+    for name in names:
+        record = table(record).get(name)
+    return record
+
+
+def parts(value: Any) -> dict[str, int | float]:
+    """Sizes by category, in stacking order, without those that are nothing."""
+    found = {name: positive(size) for name, size in table(value).items()}
+    return {name: found[name] for name in ordered(found) if found[name] is not None}  # pyright: ignore[reportReturnType]
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Categories in stacking order; unknown ones behind them, as they come."""
+    names = list(names)
+    return [name for name in CATEGORIES if name in names] + [name for name in names if name not in CATEGORIES]
+
+
+def said(value: Any) -> str:
+    """A setting as a person writes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        runs: list[list[Any]] = []  # one for each layer: ["layer", "layer", "none"] -> "2 × layer, none"
+        for each in map(said, value):
+            if runs and runs[-1][0] == each:
+                runs[-1][1] += 1
+            else:
+                runs.append([each, 1])
+        if len(runs) == 1:
+            return runs[0][0]
+        return ", ".join(each if count == 1 else f"{count} × {each}" for each, count in runs)
+    return str(value)

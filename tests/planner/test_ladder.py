@@ -1,0 +1,50 @@
+"""The ladder: each rung takes something away, as table, JSON and drawing."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from ithaca.cli.main import main
+from ithaca.planner.ladder import ladder
+
+
+def test_each_rung_takes_something_away():
+    found = ladder("llama3_8b", gpus="8xH100-80GB", context="3M")
+    peaks = [rung.plan.peak for rung in found.rungs]
+    assert [rung.name for rung in found.rungs][:3] == ["plain", "+FSDP", "+Ulysses"] and found.rungs[
+        -1
+    ].name == "+streamed layer"
+    assert peaks == sorted(peaks, reverse=True)
+    assert [rung.plan.fits for rung in found.rungs] == [False] * 5 + [True] * 3
+    assert found.rungs[3].largest == "loss" and found.rungs[5].largest == "attention", (
+        "what is behind checkpointing, and tiling"
+    )
+    for points in found.sweeps.values():
+        sizes = [each.peak for _, each in points]
+        assert len(points) > 2 and sizes == sorted(sizes)
+
+
+def test_the_published_peaks():
+    """Llama3-8B, 8 GPUs, 3M tokens, offload and tiling (arXiv 2602.21196): 64.6 GiB, with Untied Ulysses 51.1 GiB."""
+    rungs = {rung.name: rung.plan for rung in ladder("llama3_8b", gpus="8xH100-80GB", context="3M").rungs}
+    assert rungs["+tiling"].memory.peak / 2**30 == pytest.approx(64.6, rel=0.1)
+    assert rungs["+Untied Ulysses"].memory.peak / 2**30 == pytest.approx(51.1, rel=0.1)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    drawn, page = tmp_path / "ladder.svg", tmp_path / "ladder.html"
+    arguments = ["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "256K", "--json", "--svg", str(drawn)]
+    assert main([*arguments, "--html", str(page)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["ladder"] == 1 and "+FSDP" not in [rung["name"] for rung in shown["rungs"]]
+    picture = ET.parse(drawn)
+    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    for rung in shown["rungs"]:
+        assert rung["name"] in texts and sum(rung["holders"].values()) == rung["peak"]
+    assert "+streamed layer" in page.read_text()
+    assert main(["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "256K"]) == 0
+    assert "largest:" in capsys.readouterr().out

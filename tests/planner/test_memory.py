@@ -1,0 +1,91 @@
+"""The plan's arithmetic against the dry run, which executes the code: within 5%, and never more than 2% below."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ithaca
+from ithaca.activations import store
+from ithaca.attention import stages
+from ithaca.config.schema import Lora
+from ithaca.layer import call, streamed
+from ithaca.model import rope
+from ithaca.planner import memory
+from ithaca.planner.config import hf_config
+from ithaca.planner.dry_run import Case, dry_run
+from ithaca.planner.memory import Job, predict
+from ithaca.planner.model import PRESETS, ModelSizes, read_sizes, sizes_of
+from ithaca.stack import Stack
+
+K, M = 2**10, 2**20
+CASES = [
+    ("llama32_1b", 16 * K, 1, Stack(recompute="none", tile=None, shard_parameters=False), 0, "fa4"),
+    ("llama32_1b", 64 * K, 1, Stack(tile=8192), 0, "fa4"),
+    ("llama32_3b", 128 * K, 1, Stack(heads_per_stage=12, store="host", tile=16384), 0, "cudnn"),
+    ("llama3_8b", 512 * K, 8, Stack(ulysses=8, heads_per_stage=1, store="host", tile=16384), 0, "fa4"),
+    ("llama3_8b", 512 * K, 8, Stack(ulysses=8, heads_per_stage=1, store="host", engine="composed", recompute="layer"), 0, "fa4"),
+    ("llama3_8b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=4, store="disk", hold=False, tile=8192), 0, "fa4"),
+    ("llama3_8b", 128 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 16, "fa4"),
+    ("qwen3_32b", 512 * K, 16, Stack(ulysses=8, ring=2, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
+    ("mistral_7b", 256 * K, 8, Stack(ulysses=8, recompute="layer", tile=16384), 0, "flash"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "world", "stack", "lora", "kernel"), CASES, ids=lambda each: str(each)[:60]
+)
+def test_arithmetic_against_the_code(name: str, context: int, world: int, stack: Stack, lora: int, kernel: str):
+    config = hf_config(name)
+    config.num_hidden_layers = 3
+    sizes = replace(read_sizes(name), layers=3, windows=(None,) * 3)
+    ran = dry_run(Case(config, stack, context, world=world, kernel=kernel, lora=Lora(rank=lora) if lora else None))
+    said = predict(Job(sizes, stack, context, world, kernel=kernel, lora=lora))
+    assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
+    for stored in ("host", "disk"):
+        assert getattr(said, stored) == pytest.approx(getattr(ran, stored), rel=0.02)
+
+
+def test_constants_are_those_of_the_code():
+    assert memory.PROJECTION_TILES == call.PROJECTION_TILES and memory.TILES_PER_PIECE == streamed.TILES_PER_PIECE
+    assert memory.HOLD_BYTES == streamed.HOLD_BYTES and memory.OVERLAP_BYTES == stages.OVERLAP_BYTES
+    assert memory.IN_FLIGHT == store.IN_FLIGHT and memory.TABLE_BYTES == rope.TABLE_BYTES
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_weights_of_their_models(name: str):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config(name))
+    assert read_sizes(name).weights == sum(p.numel() for p in model.parameters())
+
+
+def test_layers_that_differ_are_walked_one_by_one():
+    sizes = replace(read_sizes("llama32_1b"), layers=6, windows=(None,) * 6)
+    job = Job(sizes, Stack(tile=4096), 128 * K)
+    alike = predict(job)
+    spelled = predict(replace(job, stack=replace(job.stack, recompute=("keep_attention",) * 6)))
+    assert spelled.phases == alike.phases
+    fewer = predict(replace(job, stack=replace(job.stack, recompute=("keep_attention",) * 3 + ("layer",) * 3)))
+    assert fewer.peak < alike.peak
+
+
+def test_a_config_says_what_is_missing(tmp_path: Path):
+    with pytest.raises(ValueError, match="model_type 'gpt2' is not known; known: llama"):
+        sizes_of({"model_type": "gpt2"}, "x")
+    with pytest.raises(ValueError, match="does not say hidden_size, vocab_size"):
+        sizes_of({"model_type": "llama", "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}, "x")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="is not a model's config: it holds a list"):
+        read_sizes(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        read_sizes(str(tmp_path / "config.json"))
+    with pytest.raises(ValueError, match=re.escape("nothing is downloaded")):
+        read_sizes("meta-llama/Llama-3.1-8B")
+    assert isinstance(read_sizes("qwen3_8b"), ModelSizes) and ithaca.plan is not None

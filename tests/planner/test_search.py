@@ -1,0 +1,200 @@
+"""The search: the fastest stack that fits, the nearest that would, and words for both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import ithaca
+from ithaca.cli.main import main
+from ithaca.planner.hardware import GPUS, parse_gpus
+from ithaca.planner.memory import Job, predict
+from ithaca.planner.search import _Asked, _candidates, max_context, plan
+from ithaca.planner.speed import estimate
+from ithaca.stack import Stack
+
+EIGHT = dict(gpus="8xH100-80GB", host="2TB", disk="20TB")
+
+
+def test_it_is_the_fastest_of_all_that_fit():
+    found = plan("llama3_8b", context="1M", **EIGHT)
+    hardware = found.hardware
+    asked = _Asked(found.model, hardware, found.context, 1, "adamw", 0, "fa4")
+    others = [asked.look(stack) for stack in _candidates(found.model, hardware, found.context, 1, {})]
+    fitting = [each for each in others if each.fits]
+    assert found.fits and 1 < len(fitting) <= len(others)
+    assert found.speed.seconds == min(each.speed.seconds for each in fitting)
+
+
+def test_longer_needs_more_techniques():
+    short, middle, long = (
+        plan("llama3_8b", context=context, gpus="8xH100-80GB", host="1TB", disk="20TB")
+        for context in ("32K", "1M", "8M")
+    )
+    assert short.stack.recompute == "none" and short.stack.store == "gpu"
+    assert middle.stack.recompute == "keep_attention" and middle.stack.store == "host" and middle.stack.ulysses == 8
+    assert long.stack.store == "disk" and long.stack.heads_per_stage in (1, 2)
+    for each in (short, middle, long):
+        assert each.fits and each.peak <= each.budget
+        assert {name for name, _, _ in each.reasons} >= {"recompute", "store", "attention"}
+        assert not each.stack.violations(8)
+
+
+def test_what_is_given_stays():
+    found = plan("llama3_8b", context="1M", **EIGHT, heads_per_stage=2, store="disk", ring=2, ulysses=4)
+    assert (found.stack.heads_per_stage, found.stack.store, found.stack.ring) == (2, "disk", 2)
+    assert dict((name, why) for name, _, why in found.reasons)["store"] == "given"
+
+
+def test_the_longest_context():
+    found = max_context("llama3_8b", **EIGHT)
+    assert found.fits and found.context >= 10 * 2**20
+    assert not plan("llama3_8b", context=found.context + 2**16, **EIGHT).fits
+    older = max_context("llama3_8b", **EIGHT, engine="composed", recompute="layer")
+    assert 5 * 2**20 <= older.context < found.context, "rungs 1 to 6 reach 5M; the streamed layer goes past that"
+    none = max_context("llama31_70b", gpus="1xRTX4090")
+    assert not none.fits and none.advice
+
+
+def test_where_nothing_fits_it_says_what_would():
+    found = plan("llama31_70b", context="128K", gpus="8xH100", host="1TB")
+    assert not found.fits
+    text = "\n".join(found.advice)
+    assert "32xH100" in text and "LoRA" in text
+    tight = plan("llama32_1b", context="4M", gpus="1xH200", host="64GB")
+    assert not tight.fits and any("store: disk with" in each for each in tight.advice)
+    assert any("a context of" in each for each in tight.advice)
+
+
+def test_the_published_ladder():
+    """Llama3-8B, 8 GPUs, 3M tokens: Untied Ulysses takes a third off plain Ulysses' attention (published: 33.0 to 19.5 GiB)."""
+    base = dict(ulysses=8, engine="composed", recompute="layer", store="host", tile=4096)
+    sizes = plan("llama3_8b", context="3M", **EIGHT).model
+    plain, untied = (predict(Job(sizes, Stack(**base, heads_per_stage=heads), 3 * 2**20, 8)) for heads in (None, 1))
+    assert untied.peak < 0.85 * plain.peak
+
+
+@pytest.mark.parametrize(
+    ("context", "stack", "kernel", "measured"),
+    [
+        ("16K", Stack(recompute="none", tile=None, shard_parameters=False), "fa4", 45_622),
+        ("64K", Stack(tile=8192, shard_parameters=False), "fa4", 20_803),
+        ("256K", Stack(heads_per_stage=8, store="host", tile=8192, shard_parameters=False), "cudnn", 6_119),
+    ],
+)
+def test_time_beside_what_was_measured(context: str, stack: Stack, kernel: str, measured: float):
+    """Llama-3.2-1B shape on one H200 (benchmarks/results/2026-11-15-h200.md). The rates come from there: this guards the sums."""
+    found = plan("llama32_1b", gpus="1xH200", context=context, stack=stack, kernel=kernel)
+    assert found.speed.tokens_per_second == pytest.approx(measured, rel=0.15)
+
+
+def test_time_of_a_rank_of_eight():
+    job = Job(
+        plan("llama3_8b", context="1M", **EIGHT).model, Stack(ulysses=8, heads_per_stage=1, store="host"), 2**20, 8
+    )
+    found = estimate(job, parse_gpus("8xH200"))
+    assert found.seconds - found.parts["links"] == pytest.approx(131072 / 709, rel=0.15)
+    assert found.bound_by == "attention"
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "memory"),
+    [
+        ("8xH100-80GB", 8, 84_900_000_000),
+        ("H200", 1, GPUS["h200"].memory),
+        ("2x8xA100-40GB", 16, 40_000_000_000),
+        ("1xRTX4090", 1, 24_000_000_000),
+        ("4 x H100 - 64GiB".replace(" - ", "-"), 4, 64 * 2**30),
+        ("1xA40-8e10B".replace("8e10B", "48GB"), 1, 48_000_000_000),
+    ],
+)
+def test_gpus(text: str, count: int, memory: int):
+    found = parse_gpus(text)
+    assert (found.count, found.gpu.memory) == (count, memory)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ("0xH100", "has no GPU"),
+        ("8xTPU", "not in the table"),
+        ("8xH100-80XB", "is not a number of bytes"),
+        ("8xH100-80", "does not name GPUs"),
+        ("", "does not name GPUs"),
+        ("8xH100-5MB", "less than 1 GB"),
+    ],
+)
+def test_gpus_that_make_no_sense(gpus: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        parse_gpus(gpus)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command(capsys):
+    code, out, _ = run(capsys, "llama3_8b", "--gpus", "8xH100-80GB", "--context", "1M", "--host", "1TB")
+    assert code == 0 and "fits" in out and "store: host" in out and "tokens/s per GPU; bound by attention" in out
+    code, out, _ = run(
+        capsys, "llama3_8b", "--gpus", "8xH100", "--context", "1_048_576", "--json", "--set", "tile=8192"
+    )
+    shown = json.loads(out)
+    assert code == 0 and shown["plan"] == 1 and shown["stack"]["tile"] == 8192 and shown["context"] == 2**20
+    assert shown["peak"] == max(sum(by.values()) for by in shown["phases"].values())
+    code, out, _ = run(capsys, "llama31_70b", "--gpus", "1xH100", "--context", "8K")
+    assert code == 5 and "does not fit" in out and "what would fit" in out
+    code, out, _ = run(
+        capsys,
+        "llama3_8b",
+        "--gpus",
+        "8xH100",
+        "--context",
+        "3M",
+        "--compare",
+        "engine=composed,recompute=layer",
+        "--disk",
+        "9TB",
+    )
+    assert code == 0 and "this" in out and "composed" in out
+    code, out, _ = run(
+        capsys, "llama32_1b", "--gpus", "1xH200", "--context", "8K", "--explain", "--dry-run", "--layers", "2"
+    )
+    assert code == 0 and "memory by phase" in out and "dry run" in out and "2 layers executed" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothere", "--gpus", "8xH100", "--context", "1M"], "no preset"),
+        (["llama3_8b", "--gpus", "8xH100", "--context", "1X"], "is not a number of tokens"),
+        (["llama3_8b", "--gpus", "8xH100", "--context", "1"], "at least 2 tokens"),
+        (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--set", "tiles=3"], "is not a field of the stack"),
+        (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--set", "ulysses=3"], "no stack is possible"),
+        (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--set", "store=tape"], "store='tape' is unknown"),
+        (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--optimizer", "sgd"], "optimizer='sgd' is unknown"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str, capsys):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and words in err and not out and len(err.splitlines()) == 1
+
+
+def test_it_answers_without_torch():
+    """Within two seconds, says the issue; what costs time is importing torch, so that must not happen."""
+    code = (
+        "import sys; from ithaca.cli.main import main; "
+        "main(['plan', 'llama3_8b', '--gpus', '8xH100', '--context', '1M']); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_goes_straight_into_prepare():
+    found = ithaca.plan("llama32_1b", gpus="1xH200", context="64K")
+    assert isinstance(found, ithaca.Plan) and isinstance(found.stack, ithaca.Stack)
