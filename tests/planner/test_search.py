@@ -12,7 +12,7 @@ import ithaca
 from ithaca.cli.main import main
 from ithaca.planner.hardware import GPUS, parse_gpus
 from ithaca.planner.memory import Job, predict
-from ithaca.planner.search import _Asked, _candidates, max_context, plan
+from ithaca.planner.search import NEARLY, _Asked, _candidates, max_context, plan
 from ithaca.planner.speed import estimate
 from ithaca.stack import Stack
 
@@ -27,6 +27,18 @@ def test_it_is_the_fastest_of_all_that_fit():
     fitting = [each for each in others if each.fits]
     assert found.fits and 1 < len(fitting) <= len(others)
     assert found.speed.seconds == min(each.speed.seconds for each in fitting)
+
+
+@pytest.mark.parametrize("disk", [None, "20TB"])
+@pytest.mark.parametrize(
+    ("model", "gpus"), [("llama3_8b", "8xH100"), ("qwen3_32b", "2x8xH100"), ("llama32_1b", "1xH200")]
+)
+def test_the_last_candidate_asks_least_of_the_gpu(model: str, gpus: str, disk: str | None):
+    """What lets the search give up early."""
+    found = plan(model, context="2M", gpus=gpus, disk=disk, advise=False)
+    asked = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4")
+    others = [asked.look(stack) for stack in _candidates(found.model, found.hardware, found.context, 1, {})]
+    assert others[-1].peak <= NEARLY * min(each.peak for each in others)
 
 
 def test_longer_needs_more_techniques():
@@ -50,13 +62,17 @@ def test_what_is_given_stays():
 
 
 def test_the_longest_context():
-    found = max_context("llama3_8b", **EIGHT)
+    step = 2**19
+    found = max_context("llama3_8b", step=step, **EIGHT)
     assert found.fits and found.context >= 10 * 2**20
-    assert not plan("llama3_8b", context=found.context + 2**16, **EIGHT).fits
-    older = max_context("llama3_8b", **EIGHT, engine="composed", recompute="layer")
+    assert not plan("llama3_8b", context=found.context + step, advise=False, **EIGHT).fits
+    older = max_context("llama3_8b", step=step, **EIGHT, engine="composed", recompute="layer", heads_per_stage=1)
     assert 5 * 2**20 <= older.context < found.context, "rungs 1 to 6 reach 5M; the streamed layer goes past that"
+
+
+def test_a_model_that_no_context_is_short_enough_for():
     none = max_context("llama31_70b", gpus="1xRTX4090")
-    assert not none.fits and none.advice
+    assert not none.fits and "nothing that was tried" in none.advice[0]
 
 
 def test_where_nothing_fits_it_says_what_would():

@@ -64,6 +64,7 @@ def test_text_in_model_folder_out(model_folder: Path, texts: Path, tmp_path: Pat
     assert "200 documents" in err and "rows of 128 tokens" in out  # counted before the first step
     code, out, err = run(capsys, "train", run_file, "--train.steps", 4, "--train.schedule", "constant")
     assert code == 0 and "resumes step-3" in out.replace("  ", " ") and "step 4/4" in out
+    assert "report: " in out and (tmp_path / "run" / "report" / "index.html").is_file()
     code, _, err = run(capsys, "export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")
     assert code == 0, err
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

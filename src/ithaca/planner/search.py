@@ -23,6 +23,7 @@ CONTEXT = 1.2e9  # bytes of the CUDA context and of NCCL's buffers
 WORKSPACE = 0.1e9  # of matrix products
 SLACK = 0.03  # of the peak, that the allocator holds in holes between blocks
 HOST_SHARE = 0.85  # of a machine's memory that may be pinned
+NEARLY = 1.25  # where the last candidate is so much too large, none fits
 TILES = (None, 16384, 8192, 4096, 2048)
 OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}
 
@@ -217,6 +218,9 @@ class _Asked:
 
     def search(self, candidates: list[Stack]) -> Plan:
         """The fastest that fits, or else the one that needs least of the GPU."""
+        leanest = self.look(candidates[-1])  # they are listed so that the last one asks least of the GPU, or nearly so
+        if leanest.peak > NEARLY * leanest.budget:
+            return leanest
         timed = sorted(candidates, key=lambda stack: estimate(self.job(stack), self.hardware).seconds)
         least: Plan | None = None
         for stack in timed:

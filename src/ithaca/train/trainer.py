@@ -26,7 +26,7 @@ from ..config.sizes import format_bytes
 from ..data.batch import batch_from_rows
 from ..data.rows import Stream
 from ..files import write_atomically
-from ..launch.exits import CHECKPOINT, CONFIG, DATA, STOPPED, code_of
+from ..launch.exits import CHECKPOINT, CONFIG, DATA, MEMORY, STOPPED, code_of
 from ..observe.display import Display
 from ..observe.flops import mfu, model_flops, peak_flops
 from ..observe.logs import log_to
@@ -35,6 +35,8 @@ from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
 from ..observe.record import StepRecord
 from ..observe.text import Facts, headline
 from ..planner.search import Plan
+from ..planner.shortage import gpu_shortage
+from ..report import write_report
 from ..stack import Stack
 from ..storage import checkpoint as checkpoints
 from .build import automatic_stack, is_preset, model_config, planned, prepared
@@ -64,6 +66,10 @@ def train(config: Config, *, quiet: bool = False, text: str | None = None) -> in
         try:
             with stop_signals(trainer.ask_to_stop):
                 return trainer.run()
+        except torch.OutOfMemoryError as error:
+            shortage = Failed(MEMORY, gpu_shortage(trainer.plan, torch.cuda.max_memory_allocated(trainer.device)))
+            trainer.failed(shortage)
+            raise shortage from error
         except BaseException as error:
             trainer.failed(error)
             raise
@@ -141,8 +147,20 @@ class Trainer:
         self._status("finished", exit_code=0)
         self.display.say(
             f"finished {self.step:,} steps; checkpoint: {where}\n  export: ithaca export {self.folder.path} OUT"
+            f"{self._report()}"
         )
         return 0
+
+    def _report(self) -> str:
+        """The page of the run; a run that is done does not fail for it."""
+        if self.rank != 0:
+            return ""
+        try:
+            page = write_report(self.folder.report / "index.html", run=self.folder.path)
+        except (OSError, ValueError) as error:
+            log.warning("no report was written: %s", error)
+            return ""
+        return f"\n  report: {page}"
 
     def _loop(self, metrics: Metrics, held_out: Stream | None) -> None:
         train, timer = self.config.train, StepTimer()

@@ -1,0 +1,72 @@
+"""Memory ran out: what the plan said, what came, and the cheapest change that would fit, as settings to add to the command."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..config.sizes import format_bytes
+from .categories import CATEGORIES
+from .search import Plan, plan
+
+LESS = 0.9  # of what did not fit: a change must promise at least this much
+
+
+def gpu_shortage(planned: Plan | None, used: int) -> str:
+    """used: bytes of tensors on the GPU when it failed, as torch counted them."""
+    text = f"the GPU ran out of memory with {format_bytes(used)} of tensors on it"
+    if planned is None:
+        return f"{text}; lower stack.tile or stack.heads_per_stage, or set stack.store to host (ithaca plan says what fits)"
+    said = planned.allocated
+    text += f"; the plan had said {format_bytes(said)}"
+    if used > 1.05 * said:
+        text += (
+            ", so something grew that it does not know: several rows of documents, another program on the GPU, or a bug"
+        )
+    else:
+        holders = planned.memory.phases[planned.memory.peak_phase]
+        largest = max(holders, key=lambda name: holders[name])
+        text += f", most of it {CATEGORIES[largest]} ({format_bytes(holders[largest])})"
+    change = cheapest_change(planned, limit=int(LESS * min(planned.peak, planned.budget)))
+    return f"{text}.\n  {change}"
+
+
+def host_shortage(planned: Plan | None, cause: str) -> str:
+    """Pinned memory or scratch space ran out; `cause` says where."""
+    if planned is None:
+        return cause
+    scarce = "host" if planned.stack.store == "host" else "disk"
+    hardware = replace(planned.hardware, **{scarce: int(LESS * _stored(planned))})
+    return f"{cause}.\n  {_instead(planned, _fastest(planned, hardware))}"
+
+
+def cheapest_change(planned: Plan, limit: int) -> str:
+    """The fastest stack that needs no more than `limit` of the GPU."""
+    return _instead(
+        planned, _fastest(planned, replace(planned.hardware, gpu=replace(planned.hardware.gpu, memory=limit)))
+    )
+
+
+def _fastest(planned: Plan, hardware: Any) -> Plan:
+    return plan(
+        planned.model, gpus=hardware, context=planned.context, rows=planned.rows, optimizer=planned.optimizer,
+        lora=planned.lora, ulysses=planned.stack.ulysses, ring=planned.stack.ring, replicate=planned.stack.replicate,
+    )  # fmt: skip
+
+
+def _instead(planned: Plan, other: Plan) -> str:
+    if not other.fits:
+        return "nothing smaller would fit these GPUs; what would: " + "; ".join(other.advice)
+    before = asdict(planned.stack)
+    changed = {name: value for name, value in asdict(other.stack).items() if value != before[name]}
+    words = " ".join(f"--stack.{name} {_written(value)}" for name, value in changed.items())
+    slower = other.speed.seconds / planned.speed.seconds - 1
+    return f"try: {words} ({format_bytes(other.allocated)} predicted, {max(slower, 0):.0%} slower)"
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _stored(planned: Plan) -> int:
+    return (planned.memory.host or planned.memory.disk) * planned.hardware.ranks_per_node
