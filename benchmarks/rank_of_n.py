@@ -28,26 +28,18 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ithaca
+from ithaca.planner.config import preset_settings
 from ithaca.planner.dry_run import DryKernel
 
-SHAPES = {
-    "llama3_8b": ("llama", 32, dict(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )),
-    "llama32_1b": ("llama", 16, dict(
-        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-        vocab_size=128256, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )),
-    "llama32_3b": ("llama", 28, dict(
-        hidden_size=3072, intermediate_size=8192, num_attention_heads=24, num_key_value_heads=8, head_dim=128,
-        vocab_size=128256, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )),
-    "qwen3_32b": ("qwen3", 64, dict(
-        hidden_size=5120, intermediate_size=25600, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
-        vocab_size=151936,
-    )),
-}  # fmt: skip
+
+def shape_of(preset: str) -> tuple[str, int, dict[str, Any]]:
+    """Family, depth and sizes of one of the planner's presets."""
+    sizes = preset_settings(preset)
+    del sizes["max_position_embeddings"]
+    return sizes.pop("model_type"), sizes.pop("num_hidden_layers"), sizes
+
+
+SHAPES = {name: shape_of(name) for name in ("llama3_8b", "llama32_1b", "llama32_3b", "qwen3_32b")}
 
 
 class Marks:

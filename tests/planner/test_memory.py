@@ -20,6 +20,7 @@ from ithaca.planner.config import hf_config
 from ithaca.planner.dry_run import Case, dry_run
 from ithaca.planner.memory import Job, predict
 from ithaca.planner.model import PRESETS, ModelSizes, read_sizes, sizes_of
+from ithaca.sequence import Layout
 from ithaca.stack import Stack
 
 K, M = 2**10, 2**20
@@ -48,6 +49,13 @@ def test_arithmetic_against_the_code(name: str, context: int, world: int, stack:
     assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
     for stored in ("host", "disk"):
         assert getattr(said, stored) == pytest.approx(getattr(ran, stored), rel=0.02)
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (8, 1), (2, 2), (8, 2), (3, 5)])
+def test_tokens_of_a_rank_are_those_of_the_code(ulysses: int, ring: int):
+    stack = Stack(ulysses=ulysses, ring=ring)
+    job = Job(read_sizes("llama32_1b"), stack, 100_003, ulysses * ring)
+    assert memory._Walk(job).tokens == Layout(100_003, ulysses, ring).local
 
 
 def test_constants_are_those_of_the_code():

@@ -8,14 +8,18 @@ from typing import Any
 from .model import PRESETS
 
 
+def preset_settings(name: str) -> dict[str, Any]:
+    """A preset as Hugging Face's config takes it."""
+    settings = dict(PRESETS[name])
+    theta = settings.pop("rope_theta", None)
+    return settings if theta is None else {**settings, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
 def hf_config(what: str) -> Any:
     from transformers import AutoConfig
 
     if what in PRESETS:
-        settings = dict(PRESETS[what])
-        theta = settings.pop("rope_theta", None)
-        if theta:
-            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+        settings = preset_settings(what)
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     path = Path(what)
     return AutoConfig.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True)

@@ -1,7 +1,5 @@
 """The real code on fake tensors, as rank 0 of N: what a step allocates, without a GPU and without the memory.
 
-    python -m ithaca.planner.dry_run ...        (used by `ithaca plan --dry-run`)
-
 The model is built, sharded and stepped by the same functions as in training, under torch's FakeTensorMode and on its fake process
 group; `LiveBytes` counts. Tensors are labelled "cpu", because FSDP2 asks a CUDA device for streams. Three parts cannot run so and
 are replaced by stand-ins that allocate alike: the attention kernel, the store (dry_store.py) and the fused loss.
@@ -33,6 +31,7 @@ from ..model.families import FAMILIES
 from ..run import Run
 from ..stack import Stack
 from .dry_store import DryGpuStore, DryStore
+from .memory import Memory
 from .tracker import LiveBytes
 from .workspace import attention_workspace
 
@@ -40,23 +39,11 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class DryRun:
-    """What a step of one rank holds, in bytes."""
+class DryRun(Memory):
+    """What a step of one rank holds, in bytes, and which lines of code it comes from."""
 
-    phases: dict[str, dict[str, int]]
-    lines: dict[str, dict[str, int]] = field(default_factory=dict)  # at the peak of a phase, by line of code
-    host: int = 0  # the store's memory on the host
-    disk: int = 0
+    lines: dict[str, dict[str, int]] = field(default_factory=dict)  # at the peak of a phase
     layers: int = 0  # that were run
-    extrapolated: bool = False
-
-    @property
-    def peak(self) -> int:
-        return max(sum(each.values()) for each in self.phases.values())
-
-    @property
-    def peak_phase(self) -> str:
-        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
 
 class DryKernel:
@@ -101,7 +88,6 @@ class Case:
     kernel: str = "fa4"
     optimizer_bytes: float = 8.0  # of AdamW's states, for each trained weight
     documents: list[int] | None = None
-    progress: Any = field(default=lambda words: None)
 
 
 def dry_run(case: Case, layers: int | None = None) -> DryRun:
@@ -128,9 +114,9 @@ def dry_run(case: Case, layers: int | None = None) -> DryRun:
     held = store.held_bytes if isinstance(store, DryStore) else 0
     return DryRun(
         {phase: dict(by) for phase, by in tracker.peaks.items()},
-        {phase: dict(by) for phase, by in tracker.lines.items()},
         host=held if stack.store == "host" else 0,
         disk=held if stack.store == "disk" else 0,
+        lines={phase: dict(by) for phase, by in tracker.lines.items()},
         layers=config.num_hidden_layers,
     )
 

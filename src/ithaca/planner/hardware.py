@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config.sizes import parse_bytes
+from ..observe.flops import peak_flops
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,33 @@ class Gpu:
 
 
 _GB, _TB = 10**9, 10**12
+
+
+def _gpu(name: str, label: int, bandwidth: float, nvlink: int, pcie: int, kernel: str = "fa4", **more: Any) -> Gpu:
+    """Bandwidth in TB/s, links in GB/s; the peak is the one that MFU is counted with."""
+    peak = peak_flops(name)
+    assert peak is not None, name
+    memory = more.pop("memory", label * _GB)
+    short = name.replace(" ", "")
+    return Gpu(short, label, memory, peak, bandwidth * _TB, nvlink * _GB, pcie * _GB, kernel, **more)
+
+
 GPUS = {
-    "h100": Gpu("H100", 80, 84_900_000_000, 989e12, 3.35 * _TB, 450 * _GB, 55 * _GB),
-    "h200": Gpu("H200", 141, 150_100_000_000, 989e12, 4.8 * _TB, 450 * _GB, 55 * _GB, measured=True),
-    "h20": Gpu("H20", 96, 96 * _GB, 148e12, 4.0 * _TB, 450 * _GB, 55 * _GB),
-    "gh200": Gpu("GH200", 96, 96 * _GB, 989e12, 4.0 * _TB, 450 * _GB, 350 * _GB),
-    "b200": Gpu("B200", 180, 180 * _GB, 2250e12, 8.0 * _TB, 900 * _GB, 55 * _GB),
-    "b300": Gpu("B300", 270, 270 * _GB, 2250e12, 8.0 * _TB, 900 * _GB, 55 * _GB),
-    "a100": Gpu("A100", 80, 85_100_000_000, 312e12, 2.0 * _TB, 300 * _GB, 25 * _GB, "flash"),
-    "a40": Gpu("A40", 48, 48 * _GB, 150e12, 0.7 * _TB, 25 * _GB, 25 * _GB, "flash"),
-    "a6000": Gpu("A6000", 48, 48 * _GB, 155e12, 0.77 * _TB, 25 * _GB, 25 * _GB, "flash"),
-    "l40s": Gpu("L40S", 48, 48 * _GB, 362e12, 0.86 * _TB, 25 * _GB, 25 * _GB, "flash"),
-    "rtx4090": Gpu("RTX4090", 24, 24 * _GB, 165e12, 1.0 * _TB, 25 * _GB, 25 * _GB, "flash"),
-    "rtx3090": Gpu("RTX3090", 24, 24 * _GB, 71e12, 0.94 * _TB, 25 * _GB, 25 * _GB, "flash"),
+    gpu.name.lower(): gpu
+    for gpu in (
+        _gpu("H100", 80, 3.35, 450, 55, memory=84_900_000_000),
+        _gpu("H200", 141, 4.8, 450, 55, memory=150_100_000_000, measured=True),
+        _gpu("H20", 96, 4.0, 450, 55),
+        _gpu("GH200", 96, 4.0, 450, 350),
+        _gpu("B200", 180, 8.0, 900, 55),
+        _gpu("B300", 270, 8.0, 900, 55),
+        _gpu("A100", 80, 2.0, 300, 25, "flash", memory=85_100_000_000),
+        _gpu("A40", 48, 0.7, 25, 25, "flash"),
+        _gpu("RTX A6000", 48, 0.77, 25, 25, "flash"),
+        _gpu("L40S", 48, 0.86, 25, 25, "flash"),
+        _gpu("RTX 4090", 24, 1.0, 25, 25, "flash"),
+        _gpu("RTX 3090", 24, 0.94, 25, 25, "flash"),
+    )
 }
 PER_NODE = 8
 
@@ -76,7 +92,8 @@ def parse_gpus(text: str) -> Hardware:
     nodes, count, name, memory = match.groups()
     if count is None:
         nodes, count = None, nodes
-    gpu = GPUS.get(re.sub(r"[\s_]", "", name.lower()))
+    short = re.sub(r"[\s_]", "", name.lower())
+    gpu = GPUS.get(short) or GPUS.get(f"rtx{short}")
     if gpu is None:
         raise ValueError(
             f"{name!r} is not in the table of GPUs: {known}; name the nearest with its memory, such as H100-64GB"

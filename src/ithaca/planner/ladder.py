@@ -70,7 +70,10 @@ class Ladder:
 def ladder(model: str, *, gpus: str, context: int | str, **options: Any) -> Ladder:
     """The rungs at one context, and what heads_per_stage and tile trade at the top."""
     count = parse_gpus(gpus).count
-    look = lambda stack: plan(model, gpus=gpus, context=context, stack=stack, **options)  # noqa: E731
+
+    def look(stack: Stack) -> Plan:
+        return plan(model, gpus=gpus, context=context, stack=stack, **options)
+
     rungs = [Rung(name, adds, look(stack)) for name, adds, stack in _rungs(model, gpus, count, context, options)]
     top = rungs[-1].plan.stack
     per_rank = -(-rungs[-1].plan.model.heads // top.ulysses)

@@ -142,7 +142,7 @@ def plan(
         )
     best = asked.search(candidates)
     if not best.fits and advise:
-        best.advice = list(_advice(asked, best, pinned)) or [_hopeless(asked)]
+        best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
     best.reasons = _reasons(asked, best, pinned)
     return best
 
@@ -342,30 +342,19 @@ def _hopeless(asked: _Asked) -> str:
     )
 
 
-def _advice(asked: _Asked, least: Plan, pinned: dict[str, Any]) -> Iterator[str]:
+def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
     """The nearest things that would fit, with numbers."""
-    options = dict(
-        gpus=asked.hardware, rows=asked.rows, optimizer=asked.optimizer, lora=asked.lora, kernel=asked.kernel, **pinned
-    )
 
     def tried(**changes: Any) -> Plan | None:
-        merged = {"context": asked.context, **options, **changes}
-        candidates = _candidates(asked.model, merged["gpus"], merged["context"], asked.rows, pinned)
-        other = replace(
-            asked,
-            hardware=merged["gpus"],
-            context=merged["context"],
-            optimizer=merged["optimizer"],
-            lora=merged["lora"],
-        )
-        stacks = list(candidates)
+        other = replace(asked, **changes)
+        stacks = list(_candidates(other.model, other.hardware, other.context, other.rows, pinned))
         found = other.search(stacks) if stacks else None
         return found if found is not None and found.fits else None
 
     if not pinned.get("ulysses"):
         for factor in (2, 4, 8, 16, 32, 64):
             more = replace(asked.hardware, count=asked.hardware.count * factor)
-            if found := tried(gpus=more):
+            if found := tried(hardware=more):
                 yield f"{more.words}: {format_bytes(found.peak)} a GPU, {found.speed.tokens_per_second:,.0f} tokens/s each"
                 break
     shorter = asked.context
@@ -376,7 +365,7 @@ def _advice(asked: _Asked, least: Plan, pinned: dict[str, Any]) -> Iterator[str]
             break
     if asked.hardware.disk is None and "store" not in pinned:
         roomy = replace(asked.hardware, disk=10**15)
-        if found := tried(gpus=roomy):
+        if found := tried(hardware=roomy):
             need = found.memory.disk * asked.hardware.ranks_per_node
             yield f"store: disk with {format_bytes(need)} of scratch space a machine (--disk): {format_bytes(found.peak)} a GPU"
     if asked.optimizer == "adamw" and not asked.lora and (found := tried(optimizer="adamw8bit")):

@@ -32,8 +32,8 @@ def gpu_shortage(planned: Plan | None, used: int) -> str:
 
 
 def host_shortage(planned: Plan | None, cause: str) -> str:
-    """Pinned memory or scratch space ran out; `cause` says where."""
-    if planned is None:
+    """Pinned memory ran out; `cause` says where."""
+    if planned is None or planned.stack.store == "gpu":
         return cause
     scarce = "host" if planned.stack.store == "host" else "disk"
     hardware = replace(planned.hardware, **{scarce: int(LESS * _stored(planned))})

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..observe.flops import visible_pairs
 from .hardware import Hardware
 from .memory import HALF, HOLD_BYTES, PROJECTION_TILES, Job
 
@@ -57,7 +58,7 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     again = sum(stack.recompute_of(i) == "layer" for i in layers)
     none = sum(stack.recompute_of(i) == "none" and stack.tile is None for i in layers)
     forward, backward = _rates(job.kernel, m.head_dim, gpu.kernel)
-    pairs = [_pairs(job.context, window) for window in m.windows]
+    pairs = [visible_pairs(job.context, window) for window in m.windows]
     work = [4 * each * rows * m.heads * m.head_dim / ranks for each in pairs]
     twice = sum(flops for i, flops in enumerate(work) if stack.recompute_of(i) == "layer")
     idle = _idle(m.heads, stack.ulysses)
@@ -125,13 +126,6 @@ def _links(job: Job, hardware: Hardware, tokens: float, compute: float) -> float
 def _rates(kernel: str, width: int, best: str) -> tuple[float, float]:
     table = OLDER if kernel == "flash" and best == "flash" else RATES.get(kernel, RATES["flash"])
     return next(rates for limit, rates in sorted(table.items()) if width <= limit)
-
-
-def _pairs(length: int, window: int | None) -> float:
-    """Visible pairs of one causal row, halved as kernels count: 4·D operations each make 2·S²·D."""
-    if window is None or window >= length:
-        return length * length / 2
-    return window * (length - window / 2)
 
 
 def _idle(heads: int, ranks: int) -> float:

@@ -35,7 +35,7 @@ from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
 from ..observe.record import StepRecord
 from ..observe.text import Facts, headline
 from ..planner.search import Plan
-from ..planner.shortage import gpu_shortage
+from ..planner.shortage import gpu_shortage, host_shortage
 from ..report import write_report
 from ..stack import Stack
 from ..storage import checkpoint as checkpoints
@@ -68,6 +68,10 @@ def train(config: Config, *, quiet: bool = False, text: str | None = None) -> in
                 return trainer.run()
         except torch.OutOfMemoryError as error:
             shortage = Failed(MEMORY, gpu_shortage(trainer.plan, torch.cuda.max_memory_allocated(trainer.device)))
+            trainer.failed(shortage)
+            raise shortage from error
+        except MemoryError as error:
+            shortage = Failed(MEMORY, host_shortage(trainer.plan, str(error)))
             trainer.failed(shortage)
             raise shortage from error
         except BaseException as error:
