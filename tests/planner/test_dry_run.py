@@ -99,7 +99,7 @@ def test_fake_tensors_take_what_real_ones_take(stack: Stack):
     gc.collect()
     with dry._fused(), tracker.watching():
         tracker.begin("forward")
-        with dry._loss_phase(run, tracker):
+        with dry.loss_phase(run, tracker):
             loss = run.loss(batch)
         tracker.begin("backward")
         loss.backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,15 @@ def read_sizes(what: str) -> ModelSizes:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a model's config: it holds a {type(config).__name__}")
     return sizes_of(config, path.parent.name or str(path))
+
+
+def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
+    """The first so many layers of a model, with embedding and head."""
+    if layers is None or layers >= sizes.layers:
+        return sizes
+    if layers < 1:
+        raise ValueError(f"layers={layers} must be at least 1; the model has {sizes.layers}")
+    return replace(sizes, layers=layers, windows=sizes.windows[:layers])
 
 
 def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
