@@ -12,8 +12,6 @@ from ..launch.environment import find_job
 from ..launch.exits import MEMORY
 from ..train.ends import Failed
 
-ROOM = 0.7  # of the memory that is available, for what runs on a CPU
-
 
 def say(line: str) -> None:
     """What goes on, beside what is printed for programs."""
@@ -42,20 +40,18 @@ def on_cpu(options: argparse.Namespace) -> bool:
     return options.cpu or not torch.cuda.is_available()
 
 
-def limit_of(gpu: Any) -> int | None:
-    """Bytes that the allocator may have, where the GPU that was named has less than the one that is here."""
-    import torch
-
+def limit_of(gpu: Any) -> int:
+    """Bytes that the allocator may have, so that a larger GPU stands for the one that was named."""
     from ..planner.search import CONTEXT
 
-    return int(gpu.memory - CONTEXT) if gpu.memory < torch.cuda.get_device_properties(0).total_memory else None
+    return int(gpu.memory - CONTEXT)
 
 
 def check_room(found: Any, wanted: Any) -> None:
     """A GPU says by itself when it is full; a machine without one would swap for hours."""
     import psutil
 
-    from ..profiler.wanted import expected
+    from ..profiler.wanted import ROOM, expected
 
     if not wanted.cpu:
         return

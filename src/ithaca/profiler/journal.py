@@ -26,6 +26,7 @@ from ..planner.tracker import LARGE, Held, LiveBytes
 from ..report.decimate import pick_stacked
 
 INSIDE = LARGE  # bytes inside an operator that are worth an entry
+WORKING = ("residual", "attention", "exchange", "tile")  # categories of what a layer works with
 MOMENTS = 2000  # of the timeline that is kept
 
 
@@ -48,6 +49,15 @@ class Journal(LiveBytes):
     def hold(self, name: str, nbytes: int, line: str) -> None:
         """Bytes that no tensor of ours has."""
         self._move(Held(None, name, nbytes, line), nbytes)
+
+    def keep(self, module: str, but: torch.Tensor) -> None:
+        """A layer's forward is over: what it made and what still lives waits for backward, except for its result."""
+        result = id(but.untyped_storage())
+        for key, held in list(self._held.items()):
+            inside = held.module == module or held.module.startswith(f"{module}.")
+            storage = held.reference and held.reference()
+            if inside and held.category in WORKING and key != result and storage is not None:
+                self._change(storage, held.nbytes, "kept", held.line, held.module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):

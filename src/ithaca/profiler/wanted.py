@@ -14,6 +14,8 @@ from ..planner.model import sliced
 from ..planner.search import OPTIMIZERS, WORKSPACE, Plan, plan
 from ..stack import Stack
 
+ROOM = 0.7  # of the memory that is available, for what runs on a CPU
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:

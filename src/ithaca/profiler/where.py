@@ -64,11 +64,13 @@ def told_by_module(run: Run, journal: Journal, names: Names) -> Iterator[None]:
         journal.module = stack[-1] if stack else backward[0]
         result = out[0] if isinstance(out, tuple) else out
         if module in names.layers and isinstance(result, Tensor) and result.requires_grad:
-            result.register_hook(lambda grad, name=names.layers[module]: come_back(name))
+            journal.keep(names.layers[module], but=result)
+            result.register_hook(lambda grad, name=names.layers[module]: come_back(name, grad))
 
-    def come_back(name: str) -> None:
+    def come_back(name: str, grad: Tensor) -> None:
         stack.clear()
         backward[0] = journal.module = name
+        journal.see(grad, "residual")  # whoever made it
         tell_gradients(run, journal, names)
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]

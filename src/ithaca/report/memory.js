@@ -14,18 +14,22 @@ function phases() {
   const bars = found.bars.map((bar) => ({
     ...bar,
     strong: bar.peak,
+    mark: bar.measured,
     note: show.bytes(bar.total) + (bar.peak ? ", peak" : ""),
+    sub_note: bar.measured ? `measured ${show.bytes(bar.measured)}` : null,
   }));
+  const both = found.measured.length > 0;
   const lines = [{ value: found.limit, label: found.limit ? `GPU ${show.bytes(found.limit)}` : "", kind: "gpu" }];
   if (found.budget && found.budget !== found.limit)
     lines.push({ value: found.budget, label: `budget ${show.bytes(found.budget)}`, kind: "budget" });
   const { max } = reachOf(bars, found.limit);
   return card(
     "phases",
-    "By phase, as planned",
-    null,
+    both ? "By phase, planned and measured" : "By phase, as planned",
+    both ? "Bars are planned; the I-shaped mark is the measured peak of the phase." : null,
     barChart("phases", "bytes", bars, lines, max),
     partsTable("Memory by phase", "bytes", bars),
+    both ? partsTable("Memory by phase, as measured", "bytes", found.measured, "Measured values as a table") : null,
   );
 }
 
@@ -76,6 +80,7 @@ function timeline() {
       limit_from: 0.6,
       x: found.seconds,
       layers: found.layers,
+      marks: found.phases,
     },
     group,
   );
@@ -100,7 +105,7 @@ function timeline() {
       h(
         "span",
         {},
-        `Point to read, drag to zoom, double-click to see all.${found.limit ? ` The GPU has ${show.bytes(found.limit)}.` : ""}`,
+        `Point to read, drag to zoom, double-click to see all. Times are those at which memory was asked for, in a step that counting slows down.${found.limit ? ` The GPU has ${show.bytes(found.limit)}.` : ""}`,
       ),
       reset,
     ),
@@ -150,7 +155,7 @@ function ladder() {
           "Show whole bars",
         )
       : null;
-  const measured = found.rungs.filter((rung) => rung.measured);
+  const measured = found.rungs.filter((rung) => rung.measured || rung.problem);
   const about = `Each rung adds one technique to the one above.${measured.length ? " The I-shaped mark is the measured peak." : ""}${toggle ? " Torn bars go on beyond the axis." : ""}`;
   return card(
     "rungs",
@@ -167,8 +172,8 @@ function rungTable(rungs) {
   const rows = rungs.map((rung) => [
     rung.label,
     show.bytes(rung.total),
-    show.bytes(rung.measured),
-    signed((rung.measured - rung.total) / rung.total),
+    rung.measured ? show.bytes(rung.measured) : rung.problem,
+    rung.measured ? signed((rung.measured - rung.total) / rung.total) : "",
     rung.rate ? show.rate(rung.rate) : "",
     rung.measured_rate ? show.rate(rung.measured_rate) : "",
   ]);
