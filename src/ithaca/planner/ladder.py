@@ -32,11 +32,6 @@ class Measurable:
         None  # peak, tensors, planned (the same, predicted), tokens_per_second, problem, ...
     )
 
-    @property
-    def problem(self) -> str | None:
-        """What stopped the measurement."""
-        return self.measured and self.measured["problem"]
-
 
 @dataclass(kw_only=True)
 class Rung(Measurable):
@@ -199,10 +194,10 @@ def _measured(found: Ladder, gpu: bool) -> list[str]:
         planned = format_bytes(told["planned"])
         rate = [f"{rung.plan.speed.tokens_per_second:,.0f}"] if gpu else []
         if told["problem"]:
-            rows.append([rung.name, planned, told["problem"], "", *rate, "", rung.largest])
+            rows.append([rung.name, planned, _short(told["problem"]), "", *rate, "", rung.largest])
             continue
         off = f"{told['tensors'] / told['planned'] - 1:+.1%}"
-        largest = max(told["categories"], key=lambda name: told["categories"][name])
+        largest = max(told["categories"], key=told["categories"].__getitem__)
         rate.append(f"{told['tokens_per_second']:,.0f}")
         rows.append([rung.name, planned, format_bytes(told["tensors"]), off, *rate, largest])
     return columns(rows)
@@ -215,10 +210,15 @@ def _sweep(points: list[Point]) -> list[str]:
     for each in points:
         row = [str(each.value), format_bytes(each.plan.peak), "yes" if each.plan.fits else "no"]
         row.append(f"{each.plan.speed.tokens_per_second:,.0f}")
-        if each.measured and each.problem:
-            row += [format_bytes(each.measured["planned"]), each.problem, ""]
-        elif each.measured:
-            row += [format_bytes(each.measured[name]) for name in ("planned", "tensors")]
-            row.append(f"{each.measured['tokens_per_second']:,.0f}")
+        if found := each.measured:
+            row.append(format_bytes(found["planned"]))
+            row += [_short(found["problem"]), ""] if found["problem"] else [
+                format_bytes(found["tensors"]), f"{found['tokens_per_second']:,.0f}",
+            ]  # fmt: skip
         rows.append(row)
     return columns(rows)
+
+
+def _short(words: str) -> str:
+    """For a column; JSON has all of it."""
+    return words if len(words) <= 40 else f"{words[:37]}..."

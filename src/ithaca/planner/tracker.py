@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class LiveBytes(TorchDispatchMode):
         self.lines: dict[str, Counter[str]] = {}  # the same by the line of ours, or of FSDP2, that allocated
         self._held: dict[int, Held] = {}  # by id of the storage
         self._lock = threading.RLock()  # threads of the disk store free tensors too
+        self._home = threading.get_ident()
 
     @property
     def peak(self) -> int:
@@ -74,8 +76,9 @@ class LiveBytes(TorchDispatchMode):
             if name is not None and known.category != name:
                 self._change(storage, known.nbytes, name, line or known.line, module or known.module)
             return
-        made = line or _line()
-        self._change(storage, _rounded(storage.nbytes()), name or category(_frames()), made, module or self.module)
+        made = line or self._line()
+        name = name or category((frame.f_code.co_filename, frame.f_code.co_name) for frame in self._frames())
+        self._change(storage, _rounded(storage.nbytes()), name, made, module or self.module)
 
     def ignore(self, tensor: Tensor) -> None:
         """This storage is somebody else's: a buffer in host memory where the device is the CPU."""
@@ -116,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
             known = self._held.get(id(storage))
             name = "fsdp" if known is None else known.category
             if self.device is None or storage.device == self.device:
-                self._change(storage, _rounded(storage.nbytes()), name, _line(), self.module)
+                self._change(storage, _rounded(storage.nbytes()), name, self._line(), self.module)
             return result
 
         torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
@@ -125,6 +128,27 @@ class LiveBytes(TorchDispatchMode):
                 yield self
         finally:
             torch.UntypedStorage.resize_ = resize
+
+    def _frames(self) -> Iterator[FrameType]:
+        """Who asks, innermost first. Autograd works for a GPU in a thread of its own, where a derivative that torch knows has no
+        frame of Python: then it is asked for by the thread that waits for it."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+        if threading.get_ident() != self._home:
+            frame = sys._current_frames().get(self._home)
+            while frame is not None:
+                yield frame
+                frame = frame.f_back
+
+    def _line(self) -> str:
+        """The innermost line of ours, or of FSDP2, that asked for memory."""
+        for frame in self._frames():
+            told = _told(frame.f_code.co_filename)
+            if told and not passes(frame.f_code.co_filename, frame.f_code.co_name):
+                return f"{told}:{frame.f_lineno} {frame.f_code.co_name}"
+        return "outside of ithaca"
 
     def begin(self, phase: str) -> None:
         self.phase = phase
@@ -164,25 +188,7 @@ _ours: dict[str, str] = {}  # file -> how it is told, "" where it is not
 
 def _told(file: str) -> str:
     if file not in _ours:
-        counting = "/planner/" in file or "/profiler/" in file
-        tell = ("/ithaca/" in file and not counting) or "distributed/fsdp" in file
+        around = any(each in file for each in ("/ithaca/planner/", "/ithaca/profiler/", "/ithaca/cli/"))  # who counts
+        tell = ("/ithaca/" in file and not around) or "distributed/fsdp" in file
         _ours[file] = file.split("/ithaca/")[-1].split("/site-packages/")[-1] if tell else ""
     return _ours[file]
-
-
-def _line() -> str:
-    """The innermost line of ours, or of FSDP2, that asked for memory."""
-    frame = first = sys._getframe(2)
-    while frame is not None:
-        told = _told(frame.f_code.co_filename)
-        if told and not passes(frame.f_code.co_filename, frame.f_code.co_name):
-            return f"{told}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return f"{first.f_code.co_filename}:{first.f_lineno}"
-
-
-def _frames() -> Iterator[tuple[str, str]]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_code.co_name
-        frame = frame.f_back

@@ -60,9 +60,10 @@ def measure(wanted: Wanted, folder: Path | None = None, say: Callable[[str], obj
     """folder: where trace and snapshot go; None = neither is made."""
     try:
         return _measure(wanted, folder, say)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         told = str(error).splitlines()[0] if str(error) else "out of memory"
-        if type(error) is RuntimeError and "can't allocate memory" not in told:  # how torch's CPU allocator says it
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and "can't allocate memory" not in told and "out of memory" not in told:  # as others say it
             raise
         used = torch.cuda.max_memory_allocated(wanted.device) if not wanted.cpu else 0
         raise OutOfMemory(told, used) from error
