@@ -21,6 +21,7 @@ COLOURS = {
 }  # fmt: skip
 PLAIN, BAD, GREY = "#8fa7bd", "#b00020", "#555555"
 HALO = 'stroke="#ffffff" stroke-width="4" paint-order="stroke"'  # so that the line of the limit does not cross words
+LEAST = 0.05  # of the limit that the longest bar must have for both to be seen
 LEFT, WIDTH, BAR, GAP, TOP, SIDE, HEAD = 150, 560, 24, 12, 64, 250, 30
 
 
@@ -39,7 +40,7 @@ class Layout:
     title: str
     about: str
     groups: list[tuple[str, list[Row]]]  # the rungs, without a heading, and each sweep
-    limit: int
+    limit: int | None  # of the GPU; None where bars are so short that it would flatten them
     reach: float  # bytes at the right end of the axis
     names: list[str]  # of the legend
 
@@ -47,7 +48,11 @@ class Layout:
 def layout(ladder: dict[str, Any]) -> Layout:
     """ladder: as `Ladder.json` gives it. Bars beyond three times the limit are cut and say so."""
     rungs, limit = ladder["rungs"], ladder["hardware"]["gpu_memory"]
-    reach = float(min(max(max(_largest(rung) for rung in rungs), limit), 3 * limit))
+    longest = max(_largest(rung) for rung in rungs)
+    if longest < LEAST * limit:
+        limit, reach = None, float(longest)
+    else:
+        reach = float(min(max(longest, limit), 3 * limit))
     names = [name for name in CATEGORIES if any(rung["holders"].get(name, 0) > 0.005 * reach for rung in rungs)]
     groups = [("", [_row(rung["name"], rung["holders"], rung, reach) for rung in rungs])]
     for name, points in ladder["sweeps"].items():
@@ -101,12 +106,13 @@ def ladder_svg(ladder: dict[str, Any]) -> str:
         for row in rows:
             body += _bar(row, y, scale)
             y += BAR + GAP
-    x = LEFT + drawn.limit * scale
-    body.insert(  # behind everything else
-        0,
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{y}" stroke="#000000" stroke-dasharray="5 4"/>'
-        f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle" fill="{GREY}">{format_bytes(drawn.limit)}</text>',
-    )
+    if drawn.limit is not None:
+        x = LEFT + drawn.limit * scale
+        body.insert(  # behind everything else
+            0,
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{y}" stroke="#000000" stroke-dasharray="5 4"/>'
+            f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle" fill="{GREY}">{format_bytes(drawn.limit)}</text>',
+        )
     for index, name in enumerate(drawn.names):
         at, line = 16 + index % 4 * 215, y + 34 + index // 4 * 20
         body.append(f'<rect x="{at}" y="{line}" width="12" height="12" fill="{COLOURS[name]}"/>')

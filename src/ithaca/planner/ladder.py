@@ -75,12 +75,12 @@ class Point(Measurable):
 class Ladder:
     rungs: list[Rung]
     sweeps: dict[str, list[Point]]
-    depth: int  # layers of the whole model
+    whole: ModelSizes  # of which the rungs may have a few layers only
 
     def json(self) -> dict[str, Any]:
         first = self.rungs[0].plan.json()
         return {
-            "ladder": 1, "model": {**first["model"], "layers": self.depth}, "hardware": first["hardware"],
+            "ladder": 1, "model": self.whole.json(), "hardware": first["hardware"],
             "context": first["context"], "layers": first["model"]["layers"],
             "rungs": [rung.json() for rung in self.rungs],
             "sweeps": {name: [each.json() for each in points] for name, points in self.sweeps.items()},
@@ -108,7 +108,7 @@ def ladder(what: str, *, gpus: str, context: int | str, layers: int | None = Non
         "heads_per_stage": [Point(value=n, plan=look(replace(top, heads_per_stage=n))) for n in heads],
         "tile": [Point(value=n, plan=look(replace(top, tile=n))) for n in TILES if n <= tokens],
     }
-    return Ladder(rungs, {name: points for name, points in sweeps.items() if len(points) > 1}, whole.layers)
+    return Ladder(rungs, {name: points for name, points in sweeps.items() if len(points) > 1}, whole)
 
 
 def _rungs(
@@ -157,7 +157,7 @@ def _rungs(
 def describe(found: Ladder) -> list[str]:
     first = found.rungs[0].plan
     measured = [rung.measured for rung in found.rungs if rung.measured]
-    layers = "" if found.depth == first.model.layers else f", {first.model.layers} of {found.depth} layers"
+    layers = "" if found.whole == first.model else f", {first.model.layers} of {found.whole.layers} layers"
     device = next((each["device"] for each in measured if not each["problem"]), None)
     how = f"predicted, and measured on {device}" if device else "predicted"
     lines = [

@@ -70,6 +70,9 @@ class ModelSizes:
     def weights(self) -> int:
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.embedding_weights + self.hidden
 
+    def json(self) -> dict[str, Any]:
+        return {"name": self.name, "family": self.family, "parameters": self.weights, "layers": self.layers}
+
 
 _LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, max_position_embeddings=131072)
 _QWEN3 = dict(model_type="qwen3", vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40960)

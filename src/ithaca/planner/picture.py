@@ -47,11 +47,13 @@ def ladder_png(ladder: dict[str, Any], path: Path) -> None:
             axes.text(end, y, row.note, va="center", fontsize=8.5, color=colour, path_effects=halo)
             labels.append((y, row.label))
             y += 1
-    axes.axvline(drawn.limit, color="black", linestyle=(0, (5, 4)), linewidth=1, zorder=0)
+    if drawn.limit is not None:
+        axes.axvline(drawn.limit, color="black", linestyle=(0, (5, 4)), linewidth=1, zorder=0)
     axes.set_xlim(0, drawn.reach * 1.38)
     axes.set_ylim(y - 0.4, -0.7)
     axes.set_yticks([at for at, _ in labels], [label for _, label in labels], fontsize=9)
-    axes.set_xticks([drawn.limit], [f"{format_bytes(drawn.limit)}"], fontsize=9, color=GREY)
+    ends = [] if drawn.limit is None else [drawn.limit]
+    axes.set_xticks(ends, [format_bytes(each) for each in ends], fontsize=9, color=GREY)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.suptitle(drawn.title, fontsize=12, fontweight="bold", x=0.01, ha="left")

@@ -188,7 +188,9 @@ _ours: dict[str, str] = {}  # file -> how it is told, "" where it is not
 
 def _told(file: str) -> str:
     if file not in _ours:
-        around = any(each in file for each in ("/ithaca/planner/", "/ithaca/profiler/", "/ithaca/cli/"))  # who counts
-        tell = ("/ithaca/" in file and not around) or "distributed/fsdp" in file
-        _ours[file] = file.split("/ithaca/")[-1].split("/site-packages/")[-1] if tell else ""
+        _, found, ours = file.rpartition("/ithaca/")
+        if found and "site-packages/" not in ours:  # a checkout may be called ithaca and hold an environment
+            _ours[file] = "" if ours.startswith(("planner/", "profiler/", "cli/")) else ours  # not those who count
+        else:
+            _ours[file] = file.rpartition("/site-packages/")[2] if "distributed/fsdp" in file else ""
     return _ours[file]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..planner.model import ModelSizes
 from ..planner.search import Plan
 from .measure import Measured
 from .wanted import Wanted, expected, tensors
@@ -26,11 +27,11 @@ class Profile:
     wanted: Wanted
     measured: Measured
     planned: Plan  # of what was run
-    depth: int  # layers of the whole model
+    whole: ModelSizes  # of which a few layers may have been run
 
     @classmethod
     def of(cls, wanted: Wanted, measured: Measured, found: Plan) -> Profile:
-        return cls(wanted, measured, expected(found, wanted, measured.kernels_of), found.model.layers)
+        return cls(wanted, measured, expected(found, wanted, measured.kernels_of), found.model)
 
     @property
     def gpu(self) -> bool:
@@ -42,11 +43,11 @@ class Profile:
 
     @property
     def expected(self) -> dict[str, dict[str, int]]:
-        return {phase: tensors(self.planned, phase, self.gpu) for phase in self.planned.memory.phases}
+        return tensors(self.planned)
 
     @property
     def expected_peak(self) -> int:
-        return max(sum(by.values()) for by in self.expected.values())
+        return self.planned.allocated
 
     @property
     def seconds(self) -> float:
@@ -81,7 +82,7 @@ class Profile:
         plan, account, measured = self.planned.json(), self.measured.account, self.measured
         return {
             "profile": 1,
-            "model": {**plan["model"], "layers": self.depth},
+            "model": self.whole.json(),
             "hardware": plan["hardware"],
             "device": measured.device,
             "torch": torch.__version__,

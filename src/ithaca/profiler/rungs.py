@@ -17,7 +17,6 @@ import psutil
 
 from ..launch.exits import MEMORY
 from ..planner.ladder import Ladder, Measurable
-from ..planner.search import WORKSPACE
 from .wanted import ROOM, Wanted
 
 OUT_OF_MEMORY = "out of memory"
@@ -38,6 +37,9 @@ def measure_ladder(
 ) -> None:
     """Fill in what was measured, rung by rung. sweeps: the sweeps too. kernel: the one to attend with, not the machine's best.
     run: measures one case (default: in another process)."""
+    if cpu:  # all of it, so that the bars of one drawing can be compared
+        for each in [*found.rungs, *(point for points in found.sweeps.values() for point in points)]:
+            each.plan = replace(each.plan, around=False)
     named: list[tuple[str, Measurable]] = [(rung.name, rung) for rung in found.rungs]
     if sweeps:
         named += [(f"{name}={point.value}", point) for name, points in found.sweeps.items() for point in points]
@@ -49,7 +51,7 @@ def measure_ladder(
             wanted = replace(wanted, rows=groups)
         if kernel is not None:
             wanted = replace(wanted, stack=replace(wanted.stack, attention=kernel))
-        planned = each.plan.memory.peak + (0 if cpu else int(WORKSPACE))
+        planned = each.plan.allocated
         if cpu and planned > ROOM * psutil.virtual_memory().available:
             answer = problem(OUT_OF_MEMORY)
         else:

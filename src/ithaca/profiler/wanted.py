@@ -11,7 +11,7 @@ import torch
 from ..planner.config import hf_config
 from ..planner.dry_run import Case, shortened_stack
 from ..planner.model import sliced
-from ..planner.search import OPTIMIZERS, WORKSPACE, Plan, plan
+from ..planner.search import OPTIMIZERS, Plan, plan
 from ..stack import Stack
 
 ROOM = 0.7  # of the memory that is available, for what runs on a CPU
@@ -81,12 +81,10 @@ def expected(found: Plan, wanted: Wanted, kernel: str) -> Plan:
             for name, nbytes in more.items():
                 if name != "gradients" or phase in ("backward", "step"):
                     by[name] = by.get(name, 0) + nbytes
-    return replace(part, reasons=found.reasons)
+    return replace(part, reasons=found.reasons, around=not wanted.cpu)
 
 
-def tensors(plan: Plan, phase: str, gpu: bool) -> dict[str, int]:
-    """What a plan says that torch will have allocated in a phase, by category. A CPU has no workspace for matrix products."""
-    by = dict(plan.memory.phases[phase])
-    if gpu:
-        by["workspace"] = by.get("workspace", 0) + int(WORKSPACE)
-    return by
+def tensors(plan: Plan) -> dict[str, dict[str, int]]:
+    """What a plan says that torch will have allocated in each phase, by category."""
+    beyond = ("slack", "context")
+    return {phase: {name: each for name, each in by.items() if name not in beyond} for phase, by in plan.phases.items()}

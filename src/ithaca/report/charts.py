@@ -81,6 +81,8 @@ def ladder(inputs: Inputs) -> dict[str, Any] | None:
     if not rungs:
         return None
     limit = positive(at(inputs.ladder, "hardware", "gpu_memory")) or gpu_memory(inputs)
+    if limit and max(rung["total"] for rung in rungs) < 0.05 * limit:
+        limit = None  # it would flatten every bar
     return {"rungs": rungs, "limit": limit, "sweeps": _sweeps(inputs)}
 
 
@@ -120,6 +122,9 @@ def _sweeps(inputs: Inputs) -> list[dict[str, Any]]:
                 "peak": positive(each.get("peak")),
                 "rate": positive(each.get("tokens_per_second")),
                 "fits": _flag(each.get("fits")),
+                "measured_peak": positive(at(each, "measured", "peak")),
+                "measured_rate": positive(at(each, "measured", "tokens_per_second")),
+                "problem": text(at(each, "measured", "problem")),
             }
             for each in tables(given)
         ]

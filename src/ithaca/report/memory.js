@@ -200,20 +200,25 @@ function sweeps() {
       const labels = sweep.points.map((point) =>
         /^\d+$/.test(point.value) && sweep.name !== "heads_per_stage" ? show.tokens(Number(point.value)) : point.value,
       );
+      const measured = sweep.points.some((point) => point.measured_peak);
       const group = new Group(() => {});
       const chart = (key, kind, title, limit, unit) => {
-        const places = sweep.points.map((point, index) => [index, point]).filter(([, point]) => point[key]);
-        if (!places.length) return null;
-        const line = {
-          name: key,
-          label: title,
-          style: key === "peak" ? "first" : "second",
-          dots: true,
-          unit,
-          x: places.map(([index]) => index),
-          y: places.map(([, point]) => point[key]),
-          open: places.map(([, point]) => point.fits === false),
+        const line = (field, label, style) => {
+          const places = sweep.points.map((point, index) => [index, point]).filter(([, point]) => point[field]);
+          return {
+            name: field,
+            label,
+            style,
+            dots: true,
+            unit,
+            x: places.map(([index]) => index),
+            y: places.map(([, point]) => point[field]),
+            open: places.map(([, point]) => field === key && point.fits === false),
+          };
         };
+        const [first, second] = key === "peak" ? ["first", "second"] : ["second", "first"];
+        const lines = [line(key, measured ? "predicted" : title, first), line(`measured_${key}`, "measured", second)];
+        if (!lines[0].x.length) return null;
         const plot = new Plot(
           {
             name: `sweep-${sweep.name}-${key}`,
@@ -223,7 +228,7 @@ function sweeps() {
             zero: true,
             limit,
             limit_from: 0.2,
-            lines: [line],
+            lines: lines.filter((each) => each.x.length),
             x_labels: labels,
             x_title: name,
             still: true,
@@ -238,17 +243,29 @@ function sweeps() {
         point.peak ? show.bytes(point.peak) : "",
         point.rate ? show.rate(point.rate) : "",
         point.fits === null ? "" : show.yes(point.fits),
+        ...(measured
+          ? [
+              point.measured_peak ? show.bytes(point.measured_peak) : point.problem || "",
+              point.measured_rate ? show.rate(point.measured_rate) : "",
+            ]
+          : []),
       ]);
       const open = sweep.points.some((point) => point.fits === false) ? " An open point does not fit." : "";
       return card(
         null,
         title,
-        `What other values would cost.${open}`,
+        `What other values would cost${measured ? ", predicted and measured (the other colour)" : ""}.${open}`,
         chart("peak", "bytes", "Peak memory", data.ladder.limit, ""),
         chart("rate", "rate", "Tokens/s per GPU", null, " tok/s"),
         asTable(
           `Sweep of ${name}`,
-          [{ label: name }, { label: "peak", number: true }, { label: "tokens/s", number: true }, { label: "fits" }],
+          [
+            { label: name },
+            { label: "peak", number: true },
+            { label: "tokens/s", number: true },
+            { label: "fits" },
+            ...(measured ? ["peak, measured", "tokens/s, measured"] : []).map((label) => ({ label, number: true })),
+          ],
           rows,
         ),
       );

@@ -122,9 +122,9 @@ def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, 
     every = (inputs.plan, inputs.ladder, inputs.profile)
     hardware = next((table(at(each, "hardware")) for each in every if at(each, "hardware")), {})
     profile = table(inputs.profile) if inputs.run is None else {}
-    ran, depth, rank_of = (
-        positive(each) for each in (profile.get("layers"), at(profile, "model", "layers"), profile.get("rank_of"))
-    )
+    part = profile or table(inputs.ladder) if inputs.run is None else {}
+    ran, depth = positive(part.get("layers")), positive(at(part, "model", "layers"))
+    rank_of = positive(profile.get("rank_of"))
     gpus, gpu = positive(hardware.get("gpus")), text(hardware.get("gpu"))
     name = text(model.get("name"))
     cpus = positive(at(inputs.config, "launch", "cpu"))
@@ -150,7 +150,11 @@ def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, 
 
 
 def _model(inputs: Inputs) -> dict[str, Any]:
-    for each in (inputs.plan, inputs.ladder, inputs.profile):
+    for each in (
+        inputs.profile if inputs.run is None else None,
+        inputs.plan,
+        inputs.ladder,
+    ):  # a plan may be of a slice
         model = at(each, "model")
         if isinstance(model, str):
             return {"name": model}
