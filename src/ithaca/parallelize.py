@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +27,7 @@ def prepare(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     scratch: str | Path | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | Callable[[Run], None] | None = None,
     offload_parameters: bool = False,
     seed: int = 0,
 ) -> Run:
@@ -36,7 +37,8 @@ def prepare(
     device: where to train; default is this process's current GPU if there is one, else the CPU.
     dtype: compute dtype; default bf16 on CUDA with fp32 master weights, and the model's own dtype elsewhere.
     scratch: folder for store="disk"; default is the system's temporary folder.
-    weights: folder with safetensors, for a model on the meta device: every rank reads its own shards only.
+    weights: folder with safetensors, for a model on the meta device: every rank reads its own shards only. Or a function that
+    gives the sharded model its numbers in another way.
     offload_parameters: shards of parameters, gradients and optimizer states wait in host memory (FSDP2's CPU offload).
     seed: of PEFT adapters on the meta device, which start at random; the same on any number of ranks.
     """
@@ -67,7 +69,7 @@ def prepare(
     return run
 
 
-def _parallelize(run: Run, weights: str | Path | None, seed: int) -> None:
+def _parallelize(run: Run, weights: str | Path | Callable[[Run], None] | None, seed: int) -> None:
     """The order of techniques, with the reason beside each line."""
     decoder = run.decoder
     apply_fsdp(decoder, run.mesh, compute=run.dtype)  # first: a meta model is filled shard by shard
@@ -76,10 +78,12 @@ def _parallelize(run: Run, weights: str | Path | None, seed: int) -> None:
         route(module)  # last: context parallelism, stages, tiles and store live in the routed layers
 
 
-def materialize(run: Run, weights: str | Path | None, seed: int = 0) -> None:
+def materialize(run: Run, weights: str | Path | Callable[[Run], None] | None, seed: int = 0) -> None:
     from .model.weights import fill_from_folder, is_meta
 
-    if is_meta(run.model):
+    if callable(weights):
+        weights(run)
+    elif is_meta(run.model):
         assert weights is not None
         fill_from_folder(run.decoder, Path(weights), run.mesh, seed=seed, gaussian=_starts(run.model) == {"gaussian"})
     elif run.mesh.parameters is None:
@@ -94,7 +98,7 @@ def _check_layers(stack: Stack, decoder: Decoder) -> None:
         )
 
 
-def _check_weights(model: nn.Module, weights: str | Path | None) -> None:
+def _check_weights(model: nn.Module, weights: str | Path | Callable[[Run], None] | None) -> None:
     """Before anything is sharded: do the model and `weights` belong together?"""
     from .model.weights import is_meta
 

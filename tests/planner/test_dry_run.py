@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from threading import Thread
 from unittest import mock
 
 import pytest
@@ -75,6 +76,20 @@ def test_an_allocation_is_told_by_the_code_that_made_it():
     assert category([("/somewhere/else.py", "main")]) == "other"
 
 
+def test_a_thread_of_autograd_is_told_by_who_waits_for_it():
+    """On a GPU derivatives run in another thread, without frames of ours."""
+    tracker, tensor = LiveBytes(), torch.empty(1 << 20, dtype=torch.uint8)
+    asks = compile(
+        "def ask():\n    worker = Thread(target=see)\n    worker.start()\n    worker.join()",
+        "/x/ithaca/activations/loss.py", "exec",
+    )  # fmt: skip
+    names = {"Thread": Thread, "see": lambda: tracker.see(tensor)}
+    exec(asks, names)
+    names["ask"]()
+    (line,) = tracker.lines["load"]
+    assert tracker.live["loss"] == tracker.lines["load"][line] == 1 << 20 and line.startswith("activations/loss.py:")
+
+
 STACKS = [
     Stack(),
     Stack(engine="composed", recompute="none", tile=None),
@@ -99,7 +114,7 @@ def test_fake_tensors_take_what_real_ones_take(stack: Stack):
     gc.collect()
     with dry._fused(), tracker.watching():
         tracker.begin("forward")
-        with dry._loss_phase(run, tracker):
+        with dry.loss_phase(run, tracker):
             loss = run.loss(batch)
         tracker.begin("backward")
         loss.backward()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.cli.main import main
+from ithaca.config.sizes import format_bytes
 from ithaca.planner.ladder import ladder
 
 
@@ -24,7 +25,7 @@ def test_each_rung_takes_something_away():
         "what is behind checkpointing, and tiling"
     )
     for points in found.sweeps.values():
-        sizes = [each.peak for _, each in points]
+        sizes = [each.plan.peak for each in points]
         assert len(points) > 2 and sizes == sorted(sizes)
 
 
@@ -36,15 +37,28 @@ def test_the_published_peaks():
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    drawn, page = tmp_path / "ladder.svg", tmp_path / "ladder.html"
+    drawn, page, photo = tmp_path / "ladder.svg", tmp_path / "ladder.html", tmp_path / "ladder.png"
     arguments = ["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "256K", "--json", "--svg", str(drawn)]
-    assert main([*arguments, "--html", str(page)]) == 0
+    assert main([*arguments, "--html", str(page), "--png", str(photo)]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["ladder"] == 1 and "+FSDP" not in [rung["name"] for rung in shown["rungs"]]
     picture = ET.parse(drawn)
     texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
     for rung in shown["rungs"]:
         assert rung["name"] in texts and sum(rung["holders"].values()) == rung["peak"]
+    for name, points in shown["sweeps"].items():
+        assert f"other values of {name} at the top" in texts and len(points) > 2
+        assert all(any(text.startswith(format_bytes(each["peak"])) for text in texts if text) for each in points)
+    assert photo.read_bytes().startswith(b"\x89PNG") and photo.stat().st_size > 20_000
     assert "+streamed layer" in page.read_text()
     assert main(["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "256K"]) == 0
-    assert "largest:" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "largest:" in told and "heads_per_stage at the top" in told and "tile at the top" in told
+
+
+def test_a_picture_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "8K", "--png", str(tmp_path / "x.png")]) == 2
+    assert "pip install 'ithaca[plots]'" in capsys.readouterr().err

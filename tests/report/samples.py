@@ -168,9 +168,21 @@ def profile(moments: int = 3000) -> dict[str, Any]:
         for n in range(1, 60)
     ]
     return {
-        "profile": 1, "peak": totals[top], "categories": {name: values[top] for name, values in layers.items()},
-        "timeline": {"seconds": seconds, "categories": layers},
-        "copies": {"seconds": 5.61, "exposed": 0.42},
+        "profile": 1, "model": MODEL, "hardware": HARDWARE, "device": "NVIDIA H100", "rank_of": 8, "layers": 2,
+        "context": CONTEXT, "peak": totals[top], "peak_phase": "backward",
+        "categories": {name: values[top] for name, values in layers.items()},
+        "phases": {"forward": gb(parameters=4.0, attention=21.0), "backward": {name: each[top] for name, each in layers.items()}},
+        "planned": {
+            "peak": 46 * GB, "peak_phase": "backward", "phases": {name: PHASES[name] for name in ("forward", "backward")},
+            "step": 181.4, "tokens_per_second": 722.5,
+        },
+        "allocated": {"counted": totals[top] + GB // 20, "steps": totals[top] + GB // 10}, "tokens_per_second": 708.0,
+        "busy": 179.2, "missing": ["one thing", "another thing"],
+        "timeline": {
+            "seconds": seconds, "categories": layers,
+            "phases": [{"name": name, "from": 180 * at} for name, at in (("forward", 0), ("loss", 0.3), ("backward", 0.33))],
+        },
+        "copies": {"seconds": 5.61, "exposed": 0.42, "bytes_out": 69 * GB, "bytes_in": 69 * GB, "traced": {"alone": 0.31}},
         "kernels": [{"name": name, "seconds": time, "calls": calls} for name, time, calls in kernels],
         "modules": [{"name": f"model.layers.{n}.self_attn", "bytes": round((15 - n) * 1.1 * GB)} for n in range(14)],
         "lines": [{"where": f"attention/stages.py:{120 + 13 * n}", "bytes": round(8.4 * GB / (n + 1))} for n in range(14)],

@@ -245,6 +245,8 @@ def test_the_timeline_reads_and_zooms(browser: Browser, page: Path, run: Path):
         tip = tab.text("#tip")
         first = {name: values[0] for name, values in profile["timeline"]["categories"].items()}
         assert f"{sum(first.values()) / 1e9:.1f} GB" in tip and f"optimizer{first['optimizer'] / 1e9:.1f} GB" in tip
+        labels = "[...document.querySelectorAll('[data-chart=timeline] .mark-label')].map((each) => each.textContent)"
+        assert tab.ask(labels) == ["forward", "backward"], "the loss is too short for its name"
         tab.drag(box["left"] + 400, middle, box["left"] + 420)
         ticks = tab.ask("[...document.querySelectorAll('[data-chart=timeline] .tick')].map((each) => each.textContent)")
         assert not any(tick.startswith(("20\u00a0s", "180")) for tick in ticks)
@@ -318,6 +320,8 @@ def test_names_are_text_and_nothing_else(browser: Browser, tmp_path: Path):
     ladder["sweeps"][EVIL] = [{"value": EVIL, "peak": 5, "tokens_per_second": 5}, {"value": 2, "peak": 6}]
     profile["kernels"][0]["name"] = profile["modules"][0]["name"] = profile["lines"][0]["where"] = EVIL
     profile["timeline"]["categories"][EVIL] = [5] * 50
+    profile["timeline"]["phases"][0]["name"] = profile["missing"][0] = EVIL
+    ladder["rungs"][1]["measured"] = {"peak": None, "problem": EVIL}
     page = write_report(tmp_path / "page.html", run=run, plan=plan, ladder=ladder, profile=profile)
     with browser.open(page) as tab:
         assert tab.text("h1") == EVIL and tab.ask("document.title") == f"{EVIL} · ithaca"
@@ -362,6 +366,9 @@ def test_parts_by_themselves(browser: Browser, tmp_path: Path, case: str):
     page = write_report(tmp_path / "page.html", **PARTIAL[case])
     with browser.open(page, width=390) as tab:
         assert overflow(tab) <= 0 and "NaN" not in tab.ask("document.body.innerText")
+        if case == "profile":  # what was planned and measured of each phase that it ran, and where each begins
+            assert tab.count('[data-chart="phases"] .mark') == 2 and "another thing" in tab.text("#watched")
+            assert tab.count('[data-chart="timeline"] .event') == 3 and "85.0 GB" in tab.text(".figures")
         assert_quiet(tab, page)
 
 

@@ -73,9 +73,18 @@ def test_plan_against_measurement(run: Path):
 
 def test_the_measured_peak_comes_from_the_profile_where_no_run_was():
     data = data_of(render(plan=samples.plan(), profile=samples.profile()))
-    assert [row["label"] for row in data["comparison"]] == ["Peak GPU memory", "Step time"]
-    assert data["comparison"][0]["measured"] == samples.profile()["peak"]
+    profile = samples.profile()
+    assert [row["label"] for row in data["comparison"]] == ["Tensors at the peak", "Step time", "Tokens/s per GPU"]
+    assert data["comparison"][0]["measured"] == profile["peak"] and data["comparison"][0]["predicted"] == 46 * GB
     assert [bar["label"] for bar in data["at_peak"]["bars"]] == ["planned (backward)", "measured"]
+    assert [bar["measured"] for bar in data["phases"]["bars"]] == [25 * GB, profile["peak"]]
+    assert [bar["total"] for bar in data["phases"]["measured"]] == [25 * GB, profile["peak"]]
+    assert data["profile"]["missing"] == profile["missing"] and data["profile"]["alone"] == 0.31
+    facts = {each["label"]: each["value"] for each in data["heading"]["facts"]}
+    assert facts["layers"] == "2 of 32" and facts["measured on"] == "NVIDIA H100" and facts["as rank 0 of"] == 8
+    older = {name: each for name, each in profile.items() if name != "planned"}
+    rows = data_of(render(plan=samples.plan(), profile=older))["comparison"]
+    assert rows[0]["label"] == "Peak GPU memory" and rows[0]["predicted"] == samples.plan()["peak"]
 
 
 def test_given_objects_win_over_the_folder(run: Path):

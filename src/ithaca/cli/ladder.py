@@ -1,17 +1,23 @@
-"""`ithaca ladder`: what each technique takes away on the user's own model."""
+"""`ithaca ladder`: what each technique takes away on the user's own model, predicted or measured."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+from .measuring import at_least, limit_of, on_cpu, say
+
 _HELP = """\
 Adds one technique after the other (FSDP, Ulysses, checkpointing, offload, tiling, Untied Ulysses, streamed layer) and shows the
-peak of a GPU at each rung, what holds most of it, and how fast it would be. Predicted; needs no GPU.
+peak of a GPU at each rung, what holds most of it, and how fast it would be; and what other values of heads_per_stage and tile
+would cost at the top. Predicted in a second without a GPU. With --measure every rung runs, as rank 0 of the GPUs that --gpus
+names, on the GPU that is here (or on CPU tensors), in a process of its own; one that runs out of memory says so.
 
   ithaca ladder llama3_8b --gpus 8xH100-80GB --context 3M --svg ladder.svg
+  ithaca ladder llama3_8b --gpus 8xH100-80GB --context 512K --layers 2 --measure --png ladder.png
 """
 
 
@@ -29,22 +35,54 @@ def add_ladder(verbs: Any) -> None:
     parser.add_argument("--gpus", required=True, help="such as 8xH100-80GB")
     parser.add_argument("--context", required=True, help="tokens of a row, such as 1M")
     parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: the GPU's fastest)")
+    parser.add_argument("--layers", type=int, help="of a slice of the model: only so many layers")
+    parser.add_argument("--measure", action="store_true", help="run every rung, and show it beside the prediction")
+    parser.add_argument("--measure-sweeps", action="store_true", help="run the values of the sweeps too")
+    parser.add_argument("--steps", type=int, default=2, help="steps to time, after a warm-up (default %(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU, even if there is a GPU")
     parser.add_argument("--json", action="store_true", help="print the ladder as JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it (package matplotlib)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
 
 
 def run_ladder(options: argparse.Namespace) -> int:
     from ..planner.chart import ladder_svg
+    from ..planner.hardware import parse_gpus
     from ..planner.ladder import describe, ladder
 
-    found = ladder(options.model, gpus=options.gpus, context=options.context, kernel=options.kernel)
+    at_least(1, steps=options.steps, layers=options.layers)
+    if options.png:
+        from ..planner.picture import ladder_png, require_matplotlib
+
+        require_matplotlib()  # before anything is measured for an hour
+    measures = options.measure or options.measure_sweeps
+    cpu = on_cpu(options) if measures else False
+    gpu = parse_gpus(options.gpus).gpu
+    kernel = kernel_here(gpu, cpu) if measures and not options.kernel else options.kernel
+    found = ladder(options.model, gpus=options.gpus, context=options.context, layers=options.layers, kernel=kernel)
+    if measures:
+        from ..profiler.rungs import measure_ladder
+
+        measure_ladder(
+            found, options.model, layers=options.layers, steps=options.steps, cpu=cpu, limit=None if cpu else limit_of(gpu),
+            sweeps=options.measure_sweeps, kernel=None if cpu else options.kernel, say=say,
+        )  # fmt: skip
     whole = found.json()
     if options.svg:
         options.svg.write_text(ladder_svg(whole))
+    if options.png:
+        ladder_png(whole, options.png)
     if options.html:
         from ..report import write_report
 
         write_report(options.html, ladder=whole)
     print(json.dumps(whole, indent=1) if options.json else "\n".join(describe(found)))
     return 0
+
+
+def kernel_here(gpu: Any, cpu: bool) -> str:
+    """The attention kernel that a rung will run with. This process leaves the GPU to the rungs, so it does not ask it."""
+    if cpu:
+        return "cpu"
+    return gpu.kernel if gpu.kernel != "fa4" or importlib.util.find_spec("flash_attn") else "cudnn"

@@ -16,6 +16,7 @@ from .doctor import add_doctor
 from .export import add_export
 from .ladder import add_ladder
 from .plan import add_plan
+from .profile import add_profile
 from .recipes import add_recipes
 from .report import add_report
 from .slurm import add_slurm
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     add_plan(verbs)
     add_ladder(verbs)
+    add_profile(verbs)
     add_train(verbs)
     add_verify(verbs)
     add_data(verbs)

@@ -19,6 +19,7 @@ that fits. Any field of the stack can be fixed with --set.
 MODEL is a folder with config.json, that file, or a preset: llama3_8b, llama31_8b, llama31_70b, llama32_1b, llama32_3b, qwen3_4b,
 qwen3_8b, qwen3_14b, qwen3_32b, mistral_7b.
 """
+GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
 
 
 def add_plan(verbs: Any) -> None:
@@ -29,18 +30,7 @@ def add_plan(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_plan, traceback=False)
-    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, that file, or a preset")
-    parser.add_argument("--gpus", required=True, help="such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--context", help="tokens of a row, such as 1M (1,048,576) or 1_000_000")
-    length.add_argument("--max-context", action="store_true", help="the longest context that fits")
-    parser.add_argument("--rows", type=int, default=1, help="rows of a step over all GPUs (default %(default)s)")
-    parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: not checked")
-    parser.add_argument("--disk", help="scratch space of one machine; not given: the disk store is not used")
-    parser.add_argument("--optimizer", default="adamw", help="adamw or adamw8bit (default %(default)s)")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
-    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: the GPU's fastest)")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="fix a field of the stack")
+    add_request(parser)
     parser.add_argument("--compare", metavar="FIELD=VALUE,...", help="a second plan with these fields, side by side")
     parser.add_argument("--explain", action="store_true", help="memory of every phase, and every part of the time")
     parser.add_argument(
@@ -51,22 +41,49 @@ def add_plan(verbs: Any) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
 
 
-def run_plan(options: argparse.Namespace) -> int:
-    from ..planner.search import max_context, plan
-    from ..planner.words import describe, side_by_side
+def add_request(parser: Any, *, gpus: bool = True) -> None:
+    """What a plan is asked for, and a profile with the same words. gpus: whether they must be named."""
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, that file, or a preset")
+    parser.add_argument("--gpus", required=gpus, help=GPUS if gpus else f"{GPUS}; not given: the GPU that is here")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--context", help="tokens of a row, such as 1M (1,048,576) or 1_000_000")
+    length.add_argument("--max-context", action="store_true", help="the longest context that fits")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a step over all GPUs (default %(default)s)")
+    parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: not checked")
+    parser.add_argument("--disk", help="scratch space of one machine; not given: the disk store is not used")
+    parser.add_argument("--optimizer", default="adamw", help="adamw or adamw8bit (default %(default)s)")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
+    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: the GPU's fastest)")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="fix a field of the stack")
 
+
+def request(options: argparse.Namespace) -> dict[str, Any]:
+    """Those words as arguments of the planner's functions."""
     common = {
         "gpus": options.gpus, "rows": options.rows, "host": options.host, "disk": options.disk,
         "optimizer": options.optimizer, "lora": options.lora, "kernel": options.kernel,
     }  # fmt: skip
-    fixed = read_fields(options.set)
+    return {**common, **read_fields(options.set)}
+
+
+def find(options: argparse.Namespace) -> Any:
+    """The plan that was asked for."""
+    from ..planner.search import max_context, plan
+
     if options.max_context:
-        found = max_context(options.model, **common, **fixed)
-    else:
-        found = plan(options.model, context=options.context, **common, **fixed)
+        return max_context(options.model, **request(options))
+    return plan(options.model, context=options.context, **request(options))
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    from ..planner.search import plan
+    from ..planner.words import describe, side_by_side
+
+    found = find(options)
     other = None
     if options.compare:
-        other = plan(options.model, context=found.context, **common, **{**fixed, **read_fields([options.compare])})
+        fields = {**request(options), **read_fields([options.compare])}
+        other = plan(options.model, context=found.context, **fields)
     counted = _dry(found, options) if options.dry_run else None
     if options.html:
         from ..report import write_report

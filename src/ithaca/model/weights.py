@@ -44,17 +44,43 @@ def fill_from_folder(decoder: Decoder, folder: Path, mesh: Mesh, *, seed: int = 
     except (ValueError, OSError, SafetensorError) as problem:
         error = str(problem)
     mesh.agree(error)
-    model.to_empty(device=mesh.home)
-    if decoder.tied:
-        head = getattr(decoder.head, "base_layer", decoder.head)
-        head.weight = decoder.embedding.weight
+    _allocate(decoder, mesh)
     try:
         _fill(model, files)
     except (OSError, SafetensorError) as problem:
         error = f"reading {folder} failed: {problem}"
     mesh.agree(error)
     _start_adapters(model, seed, gaussian)
-    # buffers outside the state dict (rotary frequencies, Gemma's embedding scale) are computed, not loaded
+    _compute_buffers(decoder)
+
+
+@torch.no_grad()
+def fill_at_random(decoder: Decoder, mesh: Mesh) -> None:
+    """Numbers of the usual size in every shard, for runs that measure and do not train: nothing is read, and no rank holds a
+    whole parameter."""
+    _allocate(decoder, mesh)
+    for name, parameter in decoder.model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if name.endswith("bias"):
+            local.zero_()
+        elif parameter.dim() < 2:
+            local.fill_(1.0)
+        else:
+            local.normal_(0.0, 0.02)
+        parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+    _compute_buffers(decoder)
+
+
+def _allocate(decoder: Decoder, mesh: Mesh) -> None:
+    decoder.model.to_empty(device=mesh.home)
+    if decoder.tied:
+        head: Any = getattr(decoder.head, "base_layer", decoder.head)
+        head.weight = decoder.embedding.weight
+
+
+def _compute_buffers(decoder: Decoder) -> None:
+    """Buffers outside the state dict (rotary frequencies, Gemma's embedding scale) are computed, not loaded."""
+    model: Any = decoder.model
     model.initialize_weights()
     for layer_type in {layer.rope_type for layer in decoder.layers}:
         check_against(model.model.rotary_emb, rope_for(decoder.config, layer_type, 1), layer_type)

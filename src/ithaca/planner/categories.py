@@ -54,6 +54,7 @@ _FRAMES: dict[tuple[str, str | None], str] = {
     ("model/projection.py", None): "tile",
     ("model/rope.py", None): "tile",
     ("activations/tiling.py", None): "",  # gradients of whatever asks for them
+    ("activations/packing.py", None): "",
     ("activations/loss_kernel.py", None): "loss",
     ("activations/loss.py", None): "loss",
     ("activations/store.py", None): "kept",
@@ -66,6 +67,7 @@ _FRAMES: dict[tuple[str, str | None], str] = {
     ("distributed/fsdp", None): "fsdp",
     ("ithaca/run.py", "_hidden"): "residual",
     ("train/step.py", None): "gradients",
+    ("train/optim.py", None): "gradients",
 }
 
 
@@ -77,6 +79,11 @@ def category(frames: Iterable[tuple[str, str]]) -> str:
             if found:
                 return found
     return "other"
+
+
+def passes(file: str, function: str) -> bool:
+    """Whether an allocation here is its caller's business: a helper that makes buffers for others."""
+    return any(_FRAMES.get((known, function), _FRAMES.get((known, None))) == "" for known in _known(file))
 
 
 _files: dict[str, list[str]] = {}

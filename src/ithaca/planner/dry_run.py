@@ -98,13 +98,11 @@ def dry_run(case: Case, layers: int | None = None) -> DryRun:
         raise ValueError(
             "a dry run of a mixture of experts is not possible: which expert a token goes to depends on its numbers"
         )
-    config = _shortened(case.config, layers)
-    stack = case.stack
-    if isinstance(stack.recompute, tuple):
-        stack = replace(stack, recompute=stack.recompute[: config.num_hidden_layers])
+    config = shortened(case.config, layers)
+    stack = shortened_stack(case.stack, config.num_hidden_layers)
     tracker = LiveBytes()
     with ExitStack() as opened:
-        opened.enter_context(_fake_group(case.world))
+        opened.enter_context(fake_group(case.world))
         opened.enter_context(_fused())
         fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(tracker.watching())
@@ -134,21 +132,27 @@ def _prepared(case: Case, config: Any, stack: Stack, tracker: LiveBytes) -> Run:
     run.kernels.chosen = {need: DryKernel(case.kernel) for need in run.kernels.chosen}  # pyright: ignore
     del model
     for parameter in run.model.parameters():
-        tracker.see(_local(parameter), "parameters")
+        tracker.see(local(parameter), "parameters")
     tracker.begin("load")
     return run
 
 
-def _build(case: Case, config: Any) -> nn.Module:
-    """The model, with fake weights on the CPU label."""
+def meta_model(case: Case, config: Any) -> nn.Module:
+    """The model as training builds it, without weights. What FSDP2 keeps masters of is fp32."""
     from transformers import AutoModelForCausalLM
 
     from ..train.build import with_lora
 
     narrow = case.lora is not None or not case.stack.shard_parameters
-    with _disable_current_modes(), torch.device("meta"):
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=case.dtype if narrow else torch.float32)
-        model = model if case.lora is None else with_lora(model, case.lora, 0)
+        return model if case.lora is None else with_lora(model, case.lora, 0)
+
+
+def _build(case: Case, config: Any) -> nn.Module:
+    """The model, with fake weights on the CPU label."""
+    with _disable_current_modes():
+        model = meta_model(case, config)
     made: dict[int, nn.Parameter] = {}  # a tied parameter sits in several modules and must stay one
     for module in model.modules():
         for name, value in module._parameters.items():
@@ -168,21 +172,21 @@ def _step(case: Case, run: Run, fake: FakeTensorMode, tracker: LiveBytes) -> Non
         if isinstance(value, Tensor):
             tracker.see(value, "other")
     tracker.begin("forward")
-    with _loss_phase(run, tracker):
+    with loss_phase(run, tracker):
         loss = run.loss(batch)
     tracker.begin("backward")
     loss.backward()
     del loss
     for parameter in run.model.parameters():
         if parameter.grad is not None:
-            tracker.see(_local(parameter.grad), "gradients")
+            tracker.see(local(parameter.grad), "gradients")
     tracker.begin("step")
     del held
 
 
 def states(model: nn.Module, per_weight: float) -> list[Tensor]:
     """Stands for the optimizer's states."""
-    trained = [_local(p) for p in model.parameters() if p.requires_grad]
+    trained = [local(p) for p in model.parameters() if p.requires_grad]
     return [torch.empty(int(p.numel() * per_weight), dtype=torch.uint8) for p in trained]
 
 
@@ -195,7 +199,8 @@ def _batch(case: Case, run: Run, fake: FakeTensorMode) -> Any:
 
 
 @contextmanager
-def _loss_phase(run: Run, tracker: LiveBytes) -> Iterator[None]:
+def loss_phase(run: Run, tracker: LiveBytes) -> Iterator[None]:
+    """The head is where the loss begins."""
     head = run.decoder.head.register_forward_pre_hook(lambda *_: tracker.begin("loss"), prepend=True)
     try:
         yield
@@ -213,11 +218,11 @@ def real(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
 
 
-def _shortened(config: Any, layers: int | None) -> Any:
+def shortened(config: Any, layers: int | None) -> Any:
     from copy import deepcopy
 
     config = deepcopy(config)
@@ -229,8 +234,13 @@ def _shortened(config: Any, layers: int | None) -> Any:
     return config
 
 
+def shortened_stack(stack: Stack, layers: int) -> Stack:
+    return replace(stack, recompute=stack.recompute[:layers]) if isinstance(stack.recompute, tuple) else stack
+
+
 @contextmanager
-def _fake_group(world: int) -> Iterator[None]:
+def fake_group(world: int) -> Iterator[None]:
+    """As rank 0 of `world`, without peers: collectives take no time and bring nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -1,7 +1,9 @@
 """The ladder: what each technique takes away, rung by rung, and what appears behind it.
 
 Every rung adds one technique to the one before, on the same model, GPUs and context. Rungs that cannot be expressed as a stack are
-left out: where there is one GPU there is nothing to shard or share.
+left out: where there is one GPU there is nothing to shard or share. At the top, two fields that trade memory for speed are swept.
+
+What is here is predicted; profiler/rungs.py measures it and writes into `measured`.
 """
 
 from __future__ import annotations
@@ -10,20 +12,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.sizes import format_bytes, format_tokens
 from ..stack import Stack
 from .categories import CATEGORIES
 from .hardware import parse_gpus
+from .model import ModelSizes, read_sizes, sliced
 from .search import Plan, plan
+from .words import columns
 
+TILES = (1024, 2048, 4096, 8192, 16384, 32768)  # values of the sweep, as far as a rank has so many tokens
 # Rungs end with what the user's GPU cannot shrink any more; these words say what to look at.
 STANDING = ("slack", "context", "workspace")
 
 
 @dataclass
-class Rung:
+class Measurable:
+    plan: Plan
+    measured: dict[str, Any] | None = (
+        None  # peak, tensors, planned (the same, predicted), tokens_per_second, problem, ...
+    )
+
+
+@dataclass(kw_only=True)
+class Rung(Measurable):
     name: str
     adds: str
-    plan: Plan
 
     @property
     def largest(self) -> str:
@@ -40,54 +53,66 @@ class Rung:
         return {
             "name": self.name, "adds": self.adds, "stack": whole["stack"], "peak": whole["peak"],
             "phases": whole["phases"], "holders": self.holders, "largest": self.largest,
-            "tokens_per_second": whole["time"]["tokens_per_second"], "fits": whole["fits"], "measured": None,
+            "tokens_per_second": whole["time"]["tokens_per_second"], "fits": whole["fits"],
+            "measured": self.measured,
+        }  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Point(Measurable):
+    """One value of a sweep."""
+
+    value: int
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "value": self.value, "peak": self.plan.peak, "fits": self.plan.fits,
+            "tokens_per_second": self.plan.speed.tokens_per_second, "measured": self.measured,
         }  # fmt: skip
 
 
 @dataclass
 class Ladder:
     rungs: list[Rung]
-    sweeps: dict[str, list[tuple[int, Plan]]]
+    sweeps: dict[str, list[Point]]
+    whole: ModelSizes  # of which the rungs may have a few layers only
 
     def json(self) -> dict[str, Any]:
         first = self.rungs[0].plan.json()
         return {
-            "ladder": 1, "model": first["model"], "hardware": first["hardware"], "context": first["context"],
+            "ladder": 1, "model": self.whole.json(), "hardware": first["hardware"],
+            "context": first["context"], "layers": first["model"]["layers"],
             "rungs": [rung.json() for rung in self.rungs],
-            "sweeps": {
-                name: [
-                    {
-                        "value": value, "peak": each.peak, "fits": each.fits,
-                        "tokens_per_second": each.speed.tokens_per_second,
-                    }
-                    for value, each in points
-                ]
-                for name, points in self.sweeps.items()
-            },
+            "sweeps": {name: [each.json() for each in points] for name, points in self.sweeps.items()},
         }  # fmt: skip
 
 
-def ladder(model: str, *, gpus: str, context: int | str, **options: Any) -> Ladder:
-    """The rungs at one context, and what heads_per_stage and tile trade at the top."""
+def ladder(what: str, *, gpus: str, context: int | str, layers: int | None = None, **options: Any) -> Ladder:
+    """The rungs at one context, and what heads_per_stage and tile trade at the top. layers: of a slice of the model."""
+    whole = read_sizes(what)
+    model = sliced(whole, layers)
     count = parse_gpus(gpus).count
 
     def look(stack: Stack) -> Plan:
         return plan(model, gpus=gpus, context=context, stack=stack, **options)
 
-    rungs = [Rung(name, adds, look(stack)) for name, adds, stack in _rungs(model, gpus, count, context, options)]
+    rungs = [
+        Rung(name=name, adds=adds, plan=look(stack))
+        for name, adds, stack in _rungs(model, gpus, count, context, options)
+    ]
     top = rungs[-1].plan.stack
     per_rank = -(-rungs[-1].plan.model.heads // top.ulysses)
     heads = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     tokens = rungs[-1].plan.context // top.context_ranks
     sweeps = {
-        "heads_per_stage": [(n, look(replace(top, heads_per_stage=n))) for n in heads],
-        "tile": [(n, look(replace(top, tile=n))) for n in (1024, 2048, 4096, 8192, 16384, 32768) if n <= tokens],
+        "heads_per_stage": [Point(value=n, plan=look(replace(top, heads_per_stage=n))) for n in heads],
+        "tile": [Point(value=n, plan=look(replace(top, tile=n))) for n in TILES if n <= tokens],
     }
-    return Ladder(rungs, sweeps)
+    return Ladder(rungs, {name: points for name, points in sweeps.items() if len(points) > 1}, whole)
 
 
 def _rungs(
-    model: str, gpus: str, count: int, context: Any, options: dict[str, Any]
+    model: ModelSizes, gpus: str, count: int, context: Any, options: dict[str, Any]
 ) -> Iterator[tuple[str, str, Stack]]:
     best = plan(model, gpus=gpus, context=context, advise=False, **options).stack
     # without context parallelism every GPU holds a row of its own
@@ -130,14 +155,24 @@ def _rungs(
 
 
 def describe(found: Ladder) -> list[str]:
-    from ..config.sizes import format_bytes, format_tokens
-
     first = found.rungs[0].plan
+    measured = [rung.measured for rung in found.rungs if rung.measured]
+    layers = "" if found.whole == first.model else f", {first.model.layers} of {found.whole.layers} layers"
+    device = next((each["device"] for each in measured if not each["problem"]), None)
+    how = f"predicted, and measured on {device}" if device else "predicted"
     lines = [
         f"{first.model.name} at {format_tokens(first.context)} tokens on {first.hardware.words} "
-        f"({format_bytes(first.budget)} each), predicted"
+        f"({format_bytes(first.budget)} each){layers}, {how}"
     ]
+    lines += _measured(found, gpu=device != "CPU") if measured else _predicted(found)
+    for name, points in found.sweeps.items():
+        lines += [f"  {name} at the top", *_sweep(points)]
+    return lines
+
+
+def _predicted(found: Ladder) -> list[str]:
     most = max(len(rung.name) for rung in found.rungs)
+    lines = []
     for rung in found.rungs:
         verdict = "fits" if rung.plan.fits else "no"
         held = rung.holders[rung.largest]
@@ -146,7 +181,44 @@ def describe(found: Ladder) -> list[str]:
             f"  {rung.name:{most}}  {format_bytes(rung.plan.peak):>9}  {verdict:4}  {rate}  "
             f"largest: {format_bytes(held)} {CATEGORIES[rung.largest]}"
         )
-    for name, points in found.sweeps.items():
-        told = ", ".join(f"{value}: {format_bytes(each.peak)}" for value, each in points)
-        lines.append(f"  {name} at the top  {told}")
     return lines
+
+
+def _measured(found: Ladder, gpu: bool) -> list[str]:
+    """Tensors on the GPU beside each other: what surrounds them is not the stack's doing."""
+    rows = [["", "predicted", "measured", "off", *(["tokens/s", "measured"] if gpu else ["tokens/s"]), "largest"]]
+    for rung in found.rungs:
+        told = rung.measured
+        if told is None:
+            continue
+        planned = format_bytes(told["planned"])
+        rate = [f"{rung.plan.speed.tokens_per_second:,.0f}"] if gpu else []
+        if told["problem"]:
+            rows.append([rung.name, planned, _short(told["problem"]), "", *rate, "", rung.largest])
+            continue
+        off = f"{told['tensors'] / told['planned'] - 1:+.1%}"
+        largest = max(told["categories"], key=told["categories"].__getitem__)
+        rate.append(f"{told['tokens_per_second']:,.0f}")
+        rows.append([rung.name, planned, format_bytes(told["tensors"]), off, *rate, largest])
+    return columns(rows)
+
+
+def _sweep(points: list[Point]) -> list[str]:
+    rows = [["", "peak", "fits", "tokens/s"]]
+    told = [each.measured for each in points if each.measured]
+    rows[0] += ["tensors", "measured", "tokens/s"] if told else []
+    for each in points:
+        row = [str(each.value), format_bytes(each.plan.peak), "yes" if each.plan.fits else "no"]
+        row.append(f"{each.plan.speed.tokens_per_second:,.0f}")
+        if found := each.measured:
+            row.append(format_bytes(found["planned"]))
+            row += [_short(found["problem"]), ""] if found["problem"] else [
+                format_bytes(found["tensors"]), f"{found['tokens_per_second']:,.0f}",
+            ]  # fmt: skip
+        rows.append(row)
+    return columns(rows)
+
+
+def _short(words: str) -> str:
+    """For a column; JSON has all of it."""
+    return words if len(words) <= 40 else f"{words[:37]}..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,9 @@ class ModelSizes:
     def weights(self) -> int:
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.embedding_weights + self.hidden
 
+    def json(self) -> dict[str, Any]:
+        return {"name": self.name, "family": self.family, "parameters": self.weights, "layers": self.layers}
+
 
 _LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, max_position_embeddings=131072)
 _QWEN3 = dict(model_type="qwen3", vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40960)
@@ -129,6 +132,15 @@ def read_sizes(what: str) -> ModelSizes:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a model's config: it holds a {type(config).__name__}")
     return sizes_of(config, path.parent.name or str(path))
+
+
+def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
+    """The first so many layers of a model, with embedding and head."""
+    if layers is None or layers >= sizes.layers:
+        return sizes
+    if layers < 1:
+        raise ValueError(f"layers={layers} must be at least 1; the model has {sizes.layers}")
+    return replace(sizes, layers=layers, windows=sizes.windows[:layers])
 
 
 def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:

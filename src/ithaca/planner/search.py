@@ -43,6 +43,7 @@ class Plan:
     lora: int = 0
     reasons: list[tuple[str, Any, str]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    around: bool = True  # count what surrounds tensors on a GPU; CPU tensors have nothing around them
 
     @property
     def budget(self) -> int:
@@ -51,6 +52,8 @@ class Plan:
     @property
     def phases(self) -> dict[str, dict[str, int]]:
         """Bytes by phase and holder, with what surrounds our own tensors."""
+        if not self.around:
+            return {phase: dict(by) for phase, by in self.memory.phases.items()}
         found = {}
         for phase, by in self.memory.phases.items():
             whole = dict(by)
@@ -67,7 +70,7 @@ class Plan:
     @property
     def allocated(self) -> int:
         """What torch.cuda.max_memory_allocated will say."""
-        return self.memory.peak + int(WORKSPACE)
+        return self.memory.peak + (int(WORKSPACE) if self.around else 0)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -101,10 +104,7 @@ class Plan:
         gpu = self.hardware.gpu
         return {
             "plan": 1,
-            "model": {
-                "name": self.model.name, "family": self.model.family, "parameters": self.model.weights,
-                "layers": self.model.layers,
-            },
+            "model": self.model.json(),
             "hardware": {
                 "gpus": self.hardware.count, "gpu": gpu.name, "gpu_memory": gpu.memory,
                 "host_memory": self.hardware.host, "disk": self.hardware.disk,

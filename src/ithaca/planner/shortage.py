@@ -12,8 +12,11 @@ from .search import Plan, plan
 LESS = 0.9  # of what did not fit: a change must promise at least this much
 
 
-def gpu_shortage(planned: Plan | None, used: int) -> str:
-    """used: bytes of tensors on the GPU when it failed, as torch counted them."""
+TRAIN, PLAN = "--stack.{} {}", "--set {}={}"  # how a field of the stack is given to a run, and to a plan or profile
+
+
+def gpu_shortage(planned: Plan | None, used: int, form: str = TRAIN) -> str:
+    """used: bytes of tensors on the GPU when it failed, as torch counted them. form: how the change is to be written."""
     text = f"the GPU ran out of memory with {format_bytes(used)} of tensors on it"
     if planned is None:
         return f"{text}; lower stack.tile or stack.heads_per_stage, or set stack.store to host (ithaca plan says what fits)"
@@ -27,7 +30,7 @@ def gpu_shortage(planned: Plan | None, used: int) -> str:
         holders = planned.memory.phases[planned.memory.peak_phase]
         largest = max(holders, key=lambda name: holders[name])
         text += f", most of it {CATEGORIES[largest]} ({format_bytes(holders[largest])})"
-    change = cheapest_change(planned, limit=int(LESS * min(planned.peak, planned.budget)))
+    change = cheapest_change(planned, limit=int(LESS * min(planned.peak, planned.budget)), form=form)
     return f"{text}.\n  {change}"
 
 
@@ -40,11 +43,10 @@ def host_shortage(planned: Plan | None, cause: str) -> str:
     return f"{cause}.\n  {_instead(planned, _fastest(planned, hardware))}"
 
 
-def cheapest_change(planned: Plan, limit: int) -> str:
+def cheapest_change(planned: Plan, limit: int, form: str = TRAIN) -> str:
     """The fastest stack that needs no more than `limit` of the GPU."""
-    return _instead(
-        planned, _fastest(planned, replace(planned.hardware, gpu=replace(planned.hardware.gpu, memory=limit)))
-    )
+    smaller = replace(planned.hardware, gpu=replace(planned.hardware.gpu, memory=limit))
+    return _instead(planned, _fastest(planned, smaller), form)
 
 
 def _fastest(planned: Plan, hardware: Any) -> Plan:
@@ -54,14 +56,14 @@ def _fastest(planned: Plan, hardware: Any) -> Plan:
     )  # fmt: skip
 
 
-def _instead(planned: Plan, other: Plan) -> str:
+def _instead(planned: Plan, other: Plan, form: str = TRAIN) -> str:
     if not other.fits:
         return "nothing smaller would fit these GPUs; what would: " + "; ".join(other.advice)
     before = asdict(planned.stack)
     changed = {name: value for name, value in asdict(other.stack).items() if value != before[name]}
     if "recompute" in changed and isinstance(other.stack.recompute, tuple):
         changed["recompute"] = f'"{other.stack.recompute_words}"'
-    words = " ".join(f"--stack.{name} {_written(value)}" for name, value in changed.items())
+    words = " ".join(form.format(name, _written(value)) for name, value in changed.items())
     slower = other.speed.seconds / planned.speed.seconds - 1
     return f"try: {words} ({format_bytes(other.allocated)} predicted, {max(slower, 0):.0%} slower)"
 

@@ -1,4 +1,4 @@
-"""Counts live bytes while real code runs on fake tensors.
+"""Counts live bytes while real code runs, on fake tensors (dry run) or on real ones (profile).
 
 Every tensor that an operator returns is looked at; a storage that was not seen before is an allocation, and its end is noticed by
 a weak reference. FSDP2 gives storages back and takes them again by resizing them, which is watched too. Sizes are rounded as
@@ -8,10 +8,13 @@ torch's CUDA allocator rounds them. What comes out is the peak of each phase, by
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,24 +22,38 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from .categories import category
+from .categories import category, passes
 
 ROUND = 512  # bytes: the allocator's smallest step
 LARGE = 1 << 20  # bytes of an allocation that is worth a line of its own
 
 
-class LiveBytes(TorchDispatchMode):
-    """Enter it inside a FakeTensorMode, so that it sees that mode's tensors."""
+@dataclass(frozen=True)
+class Held:
+    """A storage that lives: what it is for, its bytes, and where it was made."""
 
-    def __init__(self) -> None:
+    reference: weakref.ref | None
+    category: str
+    nbytes: int
+    line: str
+    module: str = ""
+
+
+class LiveBytes(TorchDispatchMode):
+    """With fake tensors: enter it inside a FakeTensorMode, so that it sees that mode's tensors."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: count the tensors of this one only; None = all."""
         super().__init__()
-        self.phase = "load"
+        self.device = device
+        self.phase, self.module = "load", ""
         self.live: Counter[str] = Counter()
         self.total = 0
         self.peaks: dict[str, Counter[str]] = {}
         self.lines: dict[str, Counter[str]] = {}  # the same by the line of ours, or of FSDP2, that allocated
-        self._held: dict[int, tuple[weakref.ref, str, int]] = {}  # id of a storage -> itself, category, bytes
-        self._line: dict[int, str] = {}
+        self._held: dict[int, Held] = {}  # by id of the storage
+        self._lock = threading.RLock()  # threads of the disk store free tensors too
+        self._home = threading.get_ident()
 
     @property
     def peak(self) -> int:
@@ -49,36 +66,48 @@ class LiveBytes(TorchDispatchMode):
                 self.see(each)
         return out
 
-    def see(self, tensor: Tensor, name: str | None = None) -> None:
+    def see(self, tensor: Tensor, name: str | None = None, *, line: str | None = None, module: str = "") -> None:
         """Count a tensor's storage, if it is new; `name` gives it another category."""
         storage = _storage(tensor)
-        if storage is None:
+        if storage is None or (self.device is not None and tensor.device != self.device):
             return
         known = self._held.get(id(storage))
-        if known is not None and known[0]() is storage:
-            if name is not None and known[1] != name:
-                self._change(storage, known[2], name)
+        if known is not None and known.reference is not None and known.reference() is storage:
+            if name is not None and known.category != name:
+                self._change(storage, known.nbytes, name, line or known.line, module or known.module)
             return
-        self._line[id(storage)] = _line()
-        self._change(storage, _rounded(storage.nbytes()), name or category(_frames()))
+        made = line or self._line()
+        name = name or category((frame.f_code.co_filename, frame.f_code.co_name) for frame in self._frames())
+        self._change(storage, _rounded(storage.nbytes()), name, made, module or self.module)
 
-    def _change(self, storage: Any, nbytes: int, name: str) -> None:
+    def ignore(self, tensor: Tensor) -> None:
+        """This storage is somebody else's: a buffer in host memory where the device is the CPU."""
+        storage = tensor.untyped_storage()
+        self._change(storage, 0, "other", "", "")
+
+    def _change(self, storage: Any, nbytes: int, name: str, line: str, module: str) -> None:
         key = id(storage)
-        reference = self._forget(key) or weakref.ref(storage, lambda _, key=key: self._forget(key))
-        self._held[key] = (reference, name, nbytes)
-        self.live[name] += nbytes
-        self.total += nbytes
-        best = self.peaks.get(self.phase)
-        if best is None or self.total >= best.total():
-            self._note()
+        with self._lock:
+            known = self._forget(key, settled=False)
+            reference = known and known.reference
+            reference = reference or weakref.ref(storage, lambda _, key=key: self._forget(key))
+            held = self._held[key] = Held(reference, name, nbytes, line, module)
+            self._move(held, nbytes)
+            best = self.peaks.get(self.phase)
+            if best is None or self.total >= best.total():
+                self._note()
 
-    def _forget(self, key: int) -> weakref.ref | None:
-        known = self._held.pop(key, None)
-        if known is None:
-            return None
-        self.live[known[1]] -= known[2]
-        self.total -= known[2]
-        return known[0]
+    def _forget(self, key: int, settled: bool = True) -> Held | None:
+        with self._lock:
+            known = self._held.pop(key, None)
+            if known is not None:
+                self._move(known, -known.nbytes, settled)
+            return known
+
+    def _move(self, held: Held, nbytes: int, settled: bool = True) -> None:
+        """The one place where bytes come and go. settled: False between the two halves of a change."""
+        self.live[held.category] += nbytes
+        self.total += nbytes
 
     @contextmanager
     def watching(self) -> Iterator[LiveBytes]:
@@ -88,8 +117,9 @@ class LiveBytes(TorchDispatchMode):
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             known = self._held.get(id(storage))
-            name = "fsdp" if known is None else known[1]
-            self._change(storage, _rounded(storage.nbytes()), name)
+            name = "fsdp" if known is None else known.category
+            if self.device is None or storage.device == self.device:
+                self._change(storage, _rounded(storage.nbytes()), name, self._line(), self.module)
             return result
 
         torch.UntypedStorage.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
@@ -99,6 +129,27 @@ class LiveBytes(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = resize
 
+    def _frames(self) -> Iterator[FrameType]:
+        """Who asks, innermost first. Autograd works for a GPU in a thread of its own, where a derivative that torch knows has no
+        frame of Python: then it is asked for by the thread that waits for it."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+        if threading.get_ident() != self._home:
+            frame = sys._current_frames().get(self._home)
+            while frame is not None:
+                yield frame
+                frame = frame.f_back
+
+    def _line(self) -> str:
+        """The innermost line of ours, or of FSDP2, that asked for memory."""
+        for frame in self._frames():
+            told = _told(frame.f_code.co_filename)
+            if told and not passes(frame.f_code.co_filename, frame.f_code.co_name):
+                return f"{told}:{frame.f_lineno} {frame.f_code.co_name}"
+        return "outside of ithaca"
+
     def begin(self, phase: str) -> None:
         self.phase = phase
         self._note()
@@ -106,12 +157,21 @@ class LiveBytes(TorchDispatchMode):
     def _note(self) -> None:
         """This is the largest of the phase so far."""
         self.peaks[self.phase] = +self.live
-        self._at_peak = {
-            key: (self._line.get(key, ""), held[2]) for key, held in self._held.items() if held[2] >= LARGE
-        }
         self.lines[self.phase] = Counter()
-        for line, nbytes in self._at_peak.values():
-            self.lines[self.phase][line] += nbytes
+        for held in self._held.values():
+            if held.nbytes >= LARGE:
+                self.lines[self.phase][held.line] += held.nbytes
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor itself, or what is inside a wrapper: the shard of a DTensor, the parts of a quantised state."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # pyright: ignore
+    for each in inside:
+        if isinstance(each, Tensor):  # a DTensor lists its mesh too
+            yield from plain_tensors(each)
 
 
 def _rounded(nbytes: int) -> int:
@@ -123,22 +183,14 @@ def _storage(tensor: Tensor) -> Any:
     return None if is_traceable_wrapper_subclass(tensor) else tensor.untyped_storage()
 
 
-def _line() -> str:
-    for file, function in (found := list(_numbered())):
-        if ("/ithaca/" in file and "/planner/" not in file) or "distributed/fsdp" in file:
-            return f"{file.split('/ithaca/')[-1].split('/site-packages/')[-1]} {function}"
-    return found[0][0] if found else ""
+_ours: dict[str, str] = {}  # file -> how it is told, "" where it is not
 
 
-def _numbered() -> Iterator[tuple[str, str]]:
-    frame = sys._getframe(3)
-    while frame is not None:
-        yield f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_code.co_name
-        frame = frame.f_back
-
-
-def _frames() -> Iterator[tuple[str, str]]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_code.co_name
-        frame = frame.f_back
+def _told(file: str) -> str:
+    if file not in _ours:
+        _, found, ours = file.rpartition("/ithaca/")
+        if found and "site-packages/" not in ours:  # a checkout may be called ithaca and hold an environment
+            _ours[file] = "" if ours.startswith(("planner/", "profiler/", "cli/")) else ours  # not those who count
+        else:
+            _ours[file] = file.rpartition("/site-packages/")[2] if "distributed/fsdp" in file else ""
+    return _ours[file]

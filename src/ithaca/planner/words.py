@@ -35,9 +35,9 @@ def describe(plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = 
         )
     if memory.disk:
         lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(memory.disk * ranks)} a machine")
-    parts = ", ".join(f"{name} {_seconds(each)}" for name, each in speed.parts.items() if each > 0.005 * speed.seconds)
+    parts = ", ".join(f"{name} {seconds(each)}" for name, each in speed.parts.items() if each > 0.005 * speed.seconds)
     lines.append(
-        f"  time    {_seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
+        f"  time    {seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
         f"({parts})"
     )
     if not gpu.measured:
@@ -61,7 +61,7 @@ def table(plan: Plan) -> list[str]:
     rows = [["", *phases]]
     rows += [[name, *(format_bytes(plan.phases[phase].get(name, 0)) for phase in phases)] for name in names]
     rows.append(["all", *(format_bytes(sum(plan.phases[phase].values())) for phase in phases)])
-    return _columns(rows)
+    return columns(rows)
 
 
 def side_by_side(first: Plan, second: Plan) -> list[str]:
@@ -73,7 +73,7 @@ def side_by_side(first: Plan, second: Plan) -> list[str]:
         "GPU": lambda p: format_bytes(p.peak),
         "host a GPU": lambda p: format_bytes(p.memory.host),
         "disk a GPU": lambda p: format_bytes(p.memory.disk),
-        "step": lambda p: _seconds(p.speed.seconds),
+        "step": lambda p: seconds(p.speed.seconds),
         "tokens/s per GPU": lambda p: f"{p.speed.tokens_per_second:,.0f}",
         "bound by": lambda p: p.speed.bound_by,
     }
@@ -84,7 +84,7 @@ def side_by_side(first: Plan, second: Plan) -> list[str]:
         if any(each.phases[each.memory.peak_phase].get(name, 0) > 1e6 for each in (first, second))
     ]
     head = f"{first.model.name} at {format_tokens(first.context)} tokens on {first.hardware.words}"
-    return [head, *_columns(rows)]
+    return [head, *columns(rows)]
 
 
 def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
@@ -103,13 +103,13 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _seconds(seconds: float) -> str:
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+def seconds(value: float) -> str:
+    if value >= 120:
+        return f"{value / 60:.1f} min"
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
 
 
-def _columns(rows: Iterable[list[str]]) -> list[str]:
+def columns(rows: Iterable[list[str]]) -> list[str]:
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [

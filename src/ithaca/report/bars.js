@@ -208,7 +208,7 @@ function mark(row, kind, max) {
 }
 
 // The table behind stacked bars: a row a category, a column a bar.
-function partsTable(label, kind, bars) {
+function partsTable(label, kind, bars, summary = null) {
   const names = new Set(bars.flatMap((bar) => Object.keys(bar.parts)));
   const columns = [{ label: "" }, ...bars.map((bar) => ({ label: bar.label, number: true }))];
   const rows = orderedCategories(names).map((name) => [
@@ -216,5 +216,7 @@ function partsTable(label, kind, bars) {
     ...bars.map((bar) => (bar.parts[name] ? show[kind](bar.parts[name]) : "")),
   ]);
   rows.push(["total", ...bars.map((bar) => show[kind](bar.total))]);
-  return asTable(label, columns, rows);
+  const table = asTable(label, columns, rows);
+  if (summary) table.querySelector("summary").textContent = summary;
+  return table;
 }

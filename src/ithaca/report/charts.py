@@ -16,8 +16,10 @@ ROWS = 40
 
 
 def phases(inputs: Inputs) -> dict[str, Any] | None:
-    """Memory by category in each phase of the plan."""
-    plan = table(inputs.plan)
+    """Memory by category in each phase of the plan; a profile adds what it measured, and knows what was planned of that."""
+    plan, profiled = table(inputs.plan), table(at(inputs.profile, "planned"))
+    plan = profiled if profiled.get("phases") and inputs.run is None else plan
+    found = table(at(inputs.profile, "phases")) if plan is profiled else {}
     given = table(plan.get("phases"))
     names = [name for name in PHASES if name in given] + [name for name in given if name not in PHASES]
     bars = [
@@ -28,7 +30,14 @@ def phases(inputs: Inputs) -> dict[str, Any] | None:
     peak_phase = text(plan.get("peak_phase"))
     for bar in bars:
         bar["peak"] = bar["label"] == peak_phase
+        bar["measured"] = sum(parts(found.get(bar["label"])).values()) or None
+    measured = [
+        {"label": name, "parts": sizes, "total": sum(sizes.values())}
+        for name in names
+        if (sizes := parts(found.get(name)))
+    ]
     return {
+        "measured": measured,
         "bars": bars,
         "limit": gpu_memory(inputs),
         "budget": positive(plan.get("budget")),
@@ -39,11 +48,17 @@ def phases(inputs: Inputs) -> dict[str, Any] | None:
 def at_peak(inputs: Inputs) -> dict[str, Any] | None:
     """Memory by category when it was largest: as planned, and as the profile found it."""
     plan, profile = table(inputs.plan), table(inputs.profile)
-    measured = parts(profile.get("categories"))
+    around = parts(profile.get("around"))
+    measured = parts({**table(profile.get("categories")), **around})
     if not measured:
         return None
-    peak_phase = text(plan.get("peak_phase"))
-    planned = parts(at(plan, "phases", peak_phase)) if peak_phase else {}
+    own = table(profile.get("planned")) if inputs.run is None else {}
+    peak_phase = text(own.get("peak_phase")) or text(plan.get("peak_phase"))
+    whole = parts(at(plan, "phases", peak_phase)) if peak_phase else {}
+    planned = parts(at(own, "phases", peak_phase)) if peak_phase else {}
+    if planned:  # what surrounds the tensors is planned and measured on a GPU only
+        planned = parts({**planned, **{name: whole[name] for name in around if name in whole}})
+    planned = planned or whole
     both = ((f"planned ({peak_phase})", planned), ("measured", measured))
     bars = [{"label": label, "parts": sizes, "total": sum(sizes.values())} for label, sizes in both if sizes]
     return {"bars": bars, "limit": gpu_memory(inputs)}
@@ -66,6 +81,8 @@ def ladder(inputs: Inputs) -> dict[str, Any] | None:
     if not rungs:
         return None
     limit = positive(at(inputs.ladder, "hardware", "gpu_memory")) or gpu_memory(inputs)
+    if limit and max(rung["total"] for rung in rungs) < 0.05 * limit:
+        limit = None  # it would flatten every bar
     return {"rungs": rungs, "limit": limit, "sweeps": _sweeps(inputs)}
 
 
@@ -91,6 +108,7 @@ def _rung(rung: dict[str, Any]) -> dict[str, Any] | None:
         "rate": positive(rung.get("tokens_per_second")),
         "fits": _flag(rung.get("fits")),
         "measured": positive(at(rung, "measured", "peak")),
+        "problem": text(at(rung, "measured", "problem")),
         "measured_rate": positive(at(rung, "measured", "tokens_per_second")),
     }
 
@@ -104,6 +122,9 @@ def _sweeps(inputs: Inputs) -> list[dict[str, Any]]:
                 "peak": positive(each.get("peak")),
                 "rate": positive(each.get("tokens_per_second")),
                 "fits": _flag(each.get("fits")),
+                "measured_peak": positive(at(each, "measured", "peak")),
+                "measured_rate": positive(at(each, "measured", "tokens_per_second")),
+                "problem": text(at(each, "measured", "problem")),
             }
             for each in tables(given)
         ]
@@ -138,6 +159,11 @@ def timeline(inputs: Inputs) -> dict[str, Any] | None:
         "layers": [{"name": name, "values": [values[index] for index in kept]} for name, values in clean.items()],
         "samples": len(whole),
         "limit": gpu_memory(inputs),
+        "phases": [
+            {"label": name, "x": begin}
+            for each in tables(given.get("phases"))
+            if (name := text(each.get("name"))) and (begin := number(each.get("from"))) is not None
+        ][:ROWS],
     }
 
 
@@ -202,8 +228,9 @@ def events(inputs: Inputs) -> list[dict[str, Any]]:
 def tables_of_profile(inputs: Inputs) -> list[dict[str, Any]]:
     """Kernels, lines of code and modules by what they took, and the steps that were watched."""
     profile = table(inputs.profile)
+    kernels = "Operators" if profile.get("device") == "CPU" else "Kernels"
     wanted = (
-        ("kernels", "Kernels", "seconds", "name", ("calls",)),
+        ("kernels", kernels, "seconds", "name", ("calls",)),
         ("lines", "Lines of code", "bytes", "where", ()),
         ("modules", "Modules", "bytes", "name", ()),
     )
@@ -238,7 +265,18 @@ def profile(inputs: Inputs) -> dict[str, Any] | None:
         {"seconds": number(each.get("seconds")), "peak": positive(each.get("peak"))}
         for each in tables(given.get("steps"))
     ]
-    found = {"copies": number(copies.get("seconds")), "exposed": number(copies.get("exposed")), "steps": steps[:ROWS]}
+    found = {
+        "copies": number(copies.get("seconds")),
+        "exposed": number(copies.get("exposed")),
+        "out": positive(copies.get("bytes_out")),
+        "in": positive(copies.get("bytes_in")),
+        "alone": number(at(copies, "traced", "alone")),
+        "busy": positive(given.get("busy")),
+        "counted": positive(at(given, "allocated", "counted")),
+        "peak": positive(given.get("peak")),
+        "steps": steps[:ROWS],
+        "missing": [each for each in map(text, _list(given.get("missing"))) if each],
+    }
     return found if found["copies"] is not None or steps else None
 
 
@@ -261,6 +299,10 @@ def stack(inputs: Inputs) -> list[dict[str, Any]]:
                 {"field": name, "value": said(reason.get("value")), "planned": None, "why": text(reason.get("why"))}
             )
     return rows
+
+
+def _list(value: Any) -> list[Any]:
+    return value[:ROWS] if isinstance(value, list) else []
 
 
 def _flag(value: Any) -> bool | None:

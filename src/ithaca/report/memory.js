@@ -14,18 +14,22 @@ function phases() {
   const bars = found.bars.map((bar) => ({
     ...bar,
     strong: bar.peak,
+    mark: bar.measured,
     note: show.bytes(bar.total) + (bar.peak ? ", peak" : ""),
+    sub_note: bar.measured ? `measured ${show.bytes(bar.measured)}` : null,
   }));
+  const both = found.measured.length > 0;
   const lines = [{ value: found.limit, label: found.limit ? `GPU ${show.bytes(found.limit)}` : "", kind: "gpu" }];
   if (found.budget && found.budget !== found.limit)
     lines.push({ value: found.budget, label: `budget ${show.bytes(found.budget)}`, kind: "budget" });
   const { max } = reachOf(bars, found.limit);
   return card(
     "phases",
-    "By phase, as planned",
-    null,
+    both ? "By phase, planned and measured" : "By phase, as planned",
+    both ? "Bars are planned; the I-shaped mark is the measured peak of the phase." : null,
     barChart("phases", "bytes", bars, lines, max),
     partsTable("Memory by phase", "bytes", bars),
+    both ? partsTable("Memory by phase, as measured", "bytes", found.measured, "Measured values as a table") : null,
   );
 }
 
@@ -76,6 +80,7 @@ function timeline() {
       limit_from: 0.6,
       x: found.seconds,
       layers: found.layers,
+      marks: found.phases,
     },
     group,
   );
@@ -100,7 +105,7 @@ function timeline() {
       h(
         "span",
         {},
-        `Point to read, drag to zoom, double-click to see all.${found.limit ? ` The GPU has ${show.bytes(found.limit)}.` : ""}`,
+        `Point to read, drag to zoom, double-click to see all. Times are those at which memory was asked for, in a step that counting slows down.${found.limit ? ` The GPU has ${show.bytes(found.limit)}.` : ""}`,
       ),
       reset,
     ),
@@ -150,7 +155,7 @@ function ladder() {
           "Show whole bars",
         )
       : null;
-  const measured = found.rungs.filter((rung) => rung.measured);
+  const measured = found.rungs.filter((rung) => rung.measured || rung.problem);
   const about = `Each rung adds one technique to the one above.${measured.length ? " The I-shaped mark is the measured peak." : ""}${toggle ? " Torn bars go on beyond the axis." : ""}`;
   return card(
     "rungs",
@@ -167,8 +172,8 @@ function rungTable(rungs) {
   const rows = rungs.map((rung) => [
     rung.label,
     show.bytes(rung.total),
-    show.bytes(rung.measured),
-    signed((rung.measured - rung.total) / rung.total),
+    rung.measured ? show.bytes(rung.measured) : rung.problem,
+    rung.measured ? signed((rung.measured - rung.total) / rung.total) : "",
     rung.rate ? show.rate(rung.rate) : "",
     rung.measured_rate ? show.rate(rung.measured_rate) : "",
   ]);
@@ -195,20 +200,25 @@ function sweeps() {
       const labels = sweep.points.map((point) =>
         /^\d+$/.test(point.value) && sweep.name !== "heads_per_stage" ? show.tokens(Number(point.value)) : point.value,
       );
+      const measured = sweep.points.some((point) => point.measured_peak);
       const group = new Group(() => {});
       const chart = (key, kind, title, limit, unit) => {
-        const places = sweep.points.map((point, index) => [index, point]).filter(([, point]) => point[key]);
-        if (!places.length) return null;
-        const line = {
-          name: key,
-          label: title,
-          style: key === "peak" ? "first" : "second",
-          dots: true,
-          unit,
-          x: places.map(([index]) => index),
-          y: places.map(([, point]) => point[key]),
-          open: places.map(([, point]) => point.fits === false),
+        const line = (field, label, style) => {
+          const places = sweep.points.map((point, index) => [index, point]).filter(([, point]) => point[field]);
+          return {
+            name: field,
+            label,
+            style,
+            dots: true,
+            unit,
+            x: places.map(([index]) => index),
+            y: places.map(([, point]) => point[field]),
+            open: places.map(([, point]) => field === key && point.fits === false),
+          };
         };
+        const [first, second] = key === "peak" ? ["first", "second"] : ["second", "first"];
+        const lines = [line(key, measured ? "predicted" : title, first), line(`measured_${key}`, "measured", second)];
+        if (!lines[0].x.length) return null;
         const plot = new Plot(
           {
             name: `sweep-${sweep.name}-${key}`,
@@ -218,7 +228,7 @@ function sweeps() {
             zero: true,
             limit,
             limit_from: 0.2,
-            lines: [line],
+            lines: lines.filter((each) => each.x.length),
             x_labels: labels,
             x_title: name,
             still: true,
@@ -233,17 +243,29 @@ function sweeps() {
         point.peak ? show.bytes(point.peak) : "",
         point.rate ? show.rate(point.rate) : "",
         point.fits === null ? "" : show.yes(point.fits),
+        ...(measured
+          ? [
+              point.measured_peak ? show.bytes(point.measured_peak) : point.problem || "",
+              point.measured_rate ? show.rate(point.measured_rate) : "",
+            ]
+          : []),
       ]);
       const open = sweep.points.some((point) => point.fits === false) ? " An open point does not fit." : "";
       return card(
         null,
         title,
-        `What other values would cost.${open}`,
+        `What other values would cost${measured ? ", predicted and measured (the other colour)" : ""}.${open}`,
         chart("peak", "bytes", "Peak memory", data.ladder.limit, ""),
         chart("rate", "rate", "Tokens/s per GPU", null, " tok/s"),
         asTable(
           `Sweep of ${name}`,
-          [{ label: name }, { label: "peak", number: true }, { label: "tokens/s", number: true }, { label: "fits" }],
+          [
+            { label: name },
+            { label: "peak", number: true },
+            { label: "tokens/s", number: true },
+            { label: "fits" },
+            ...(measured ? ["peak, measured", "tokens/s, measured"] : []).map((label) => ({ label, number: true })),
+          ],
           rows,
         ),
       );

@@ -67,7 +67,7 @@ function ranking(table) {
   return card(
     table.key,
     table.title,
-    seconds ? "GPU time by kernel." : "Held at the peak.",
+    seconds ? (table.title === "Operators" ? "CPU time by operator, without those it calls." : "GPU time by kernel.") : "Held at the peak.",
     body(0, shown),
     rest,
     table.more ? h("p", { class: "note" }, `${show.integer(table.more)} smaller ones are left out.`) : null,
@@ -115,10 +115,16 @@ function watched() {
   const found = data.profile;
   if (!found) return null;
   const facts = [];
+  if (found.out) facts.push(["copied out", show.bytes(found.out)]);
+  if (found.in) facts.push(["copied in", show.bytes(found.in)]);
   if (found.copies !== null) facts.push(["copies to and from the host", show.seconds(found.copies)]);
   if (found.exposed !== null) facts.push(["of which computation waited", show.seconds(found.exposed)]);
   if (found.copies && found.exposed !== null)
     facts.push(["hidden behind computation", show.share(Math.max(0, 1 - found.exposed / found.copies))]);
+  if (found.alone !== null) facts.push(["copies with no kernel beside, by the trace", show.seconds(found.alone)]);
+  if (found.busy) facts.push(["kernels ran", show.seconds(found.busy)]);
+  if (found.counted && found.peak)
+    facts.push(["torch's own count at the peak", `${show.bytes(found.counted)} (${signed(found.peak / found.counted - 1)})`]);
   const rows = found.steps.map((step, index) => [
     String(index + 1),
     step.seconds === null ? "" : show.seconds(step.seconds),
@@ -142,6 +148,7 @@ function watched() {
           rows,
         )
       : null,
+    found.missing.length ? h("p", { class: "note" }, `Not to be had without a GPU: ${found.missing.join("; ")}.`) : null,
   );
 }
 

@@ -109,6 +109,7 @@ class Plot {
       (this.marks || [])
         .filter((each) => each.x >= from && each.x <= to)
         .map((each) => s("line", { class: "event", x1: this.sx(each.x), x2: this.sx(each.x), y1: 0, y2: box.height })),
+      this.markLabels(from, to),
       this.limit && this.limit <= high
         ? s("line", { class: "limit", x1: 0, x2: box.width, y1: this.sy(this.limit), y2: this.sy(this.limit) })
         : null,
@@ -186,6 +187,17 @@ class Plot {
         limit,
       ),
     );
+  }
+
+  // What begins at a mark, where there is room for it up to the next one.
+  markLabels(from, to) {
+    const marks = (this.marks || []).filter((each) => each.label);
+    return marks.map((each, index) => {
+      const left = Math.max(this.sx(each.x), 0);
+      const right = Math.min(index + 1 < marks.length ? this.sx(marks[index + 1].x) : this.sx(to), this.sx(to));
+      if (right - left < 9 + 6.6 * each.label.length) return null;
+      return s("text", { class: "mark-label", x: left + 5, y: 13 }, each.label);
+    });
   }
 
   path(xs, ys) {

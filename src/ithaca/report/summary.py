@@ -40,13 +40,14 @@ def measure(inputs: Inputs) -> Measured:
         host=_largest(inputs.steps, "host_peak"),
         disk=_largest(inputs.steps, "disk_peak"),
         seconds=_median(warm, "seconds") or _median(profiled, "seconds"),
-        rate=_median(warm, "tokens_per_second"),
+        rate=_median(warm, "tokens_per_second") or positive(profile.get("tokens_per_second")),
         mfu=_median(warm, "mfu"),
     )
 
 
 def on_cpu(inputs: Inputs) -> bool:
-    return positive(at(inputs.config, "launch", "cpu")) is not None
+    profiled = inputs.run is None and at(inputs.profile, "device") == "CPU"
+    return profiled or positive(at(inputs.config, "launch", "cpu")) is not None
 
 
 def per(inputs: Inputs) -> str:
@@ -54,8 +55,10 @@ def per(inputs: Inputs) -> str:
 
 
 def gpu_memory(inputs: Inputs) -> float | None:
-    """Memory of one GPU."""
-    known = (at(each, "hardware", "gpu_memory") for each in (inputs.plan, inputs.ladder))
+    """Memory of one GPU; nothing that a profile of CPU tensors could be held against."""
+    if inputs.run is None and inputs.profile and on_cpu(inputs):
+        return None
+    known = (at(each, "hardware", "gpu_memory") for each in (inputs.plan, inputs.ladder, inputs.profile))
     return next((size for size in map(positive, [*known, at(inputs.config, "launch", "gpu_memory")]) if size), None)
 
 
@@ -79,6 +82,8 @@ def figures(inputs: Inputs) -> list[dict[str, Any]]:
     found = measure(inputs)
     if inputs.steps:
         return _run_figures(inputs, found)
+    if at(inputs.profile, "planned"):
+        return _profile_figures(inputs)
     if inputs.plan:
         return _plan_figures(inputs, found)
     if inputs.ladder:
@@ -89,13 +94,20 @@ def figures(inputs: Inputs) -> list[dict[str, Any]]:
 def comparison(inputs: Inputs) -> list[dict[str, Any]]:
     """Plan against measurement: rows with both numbers, and how far the measured one is off as a share of the plan's."""
     found, plan = measure(inputs), table(inputs.plan)
-    pairs = (
+    planned = table(at(inputs.profile, "planned"))
+    pairs: tuple[tuple[str, str, Any, Any], ...] = (
         ("Peak GPU memory", "bytes", plan.get("peak"), found.peak),
         ("Host memory", "bytes", plan.get("host"), found.host),
         ("Disk", "bytes", plan.get("disk"), found.disk),
         ("Step time", "seconds", at(plan, "time", "step"), found.seconds),
         (f"Tokens/s {per(inputs)}", "rate", at(plan, "time", "tokens_per_second"), found.rate),
     )
+    if planned and not inputs.steps:  # a profile knows what was planned of exactly the layers that it ran
+        pairs = (
+            ("Tensors at the peak", "bytes", planned.get("peak"), positive(at(inputs.profile, "peak"))),
+            ("Step time", "seconds", planned.get("step"), found.seconds),
+            (f"Tokens/s {per(inputs)}", "rate", planned.get("tokens_per_second"), found.rate),
+        )
     rows = []
     for label, kind, predicted, measured in pairs:
         predicted = number(predicted)
@@ -107,7 +119,12 @@ def comparison(inputs: Inputs) -> list[dict[str, Any]]:
 
 
 def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, Any]]:
-    hardware = next((table(at(each, "hardware")) for each in (inputs.plan, inputs.ladder) if at(each, "hardware")), {})
+    every = (inputs.plan, inputs.ladder, inputs.profile)
+    hardware = next((table(at(each, "hardware")) for each in every if at(each, "hardware")), {})
+    profile = table(inputs.profile) if inputs.run is None else {}
+    part = profile or table(inputs.ladder) if inputs.run is None else {}
+    ran, depth = positive(part.get("layers")), positive(at(part, "model", "layers"))
+    rank_of = positive(profile.get("rank_of"))
     gpus, gpu = positive(hardware.get("gpus")), text(hardware.get("gpu"))
     name = text(model.get("name"))
     cpus = positive(at(inputs.config, "launch", "cpu"))
@@ -115,10 +132,16 @@ def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, 
         ("model", "text", name if name != title else None),
         ("family", "text", text(model.get("family"))),
         ("parameters", "count", positive(model.get("parameters"))),
-        ("layers", "integer", positive(model.get("layers"))),
+        (
+            "layers",
+            "text",
+            f"{ran} of {depth}" if ran and depth and ran != depth else text(positive(model.get("layers"))),
+        ),
         ("context", "tokens", _context(inputs)),
         ("rows a step", "integer", positive(at(inputs.plan, "rows")) or positive(at(inputs.config, "train", "rows"))),
-        ("GPUs", "text", f"{gpus} × {gpu}" if gpus and gpu else text(gpus) or gpu),
+        ("planned for" if profile else "GPUs", "text", f"{gpus} × {gpu}" if gpus and gpu else text(gpus) or gpu),
+        ("measured on", "text", text(profile.get("device"))),
+        ("as rank 0 of", "integer", rank_of if rank_of and rank_of > 1 else None),
         ("CPU processes", "integer", cpus if not gpus else None),
         ("host memory", "bytes", positive(hardware.get("host_memory"))),
         ("disk", "bytes", positive(hardware.get("disk"))),
@@ -127,7 +150,11 @@ def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, 
 
 
 def _model(inputs: Inputs) -> dict[str, Any]:
-    for each in (inputs.plan, inputs.ladder):
+    for each in (
+        inputs.profile if inputs.run is None else None,
+        inputs.plan,
+        inputs.ladder,
+    ):  # a plan may be of a slice
         model = at(each, "model")
         if isinstance(model, str):
             return {"name": model}
@@ -144,7 +171,7 @@ def _context(inputs: Inputs) -> float | None:
             given = parse_tokens(given)
         except ValueError:
             given = None
-    known = (at(each, "context") for each in (inputs.plan, inputs.ladder))
+    known = (at(each, "context") for each in (inputs.plan, inputs.ladder, inputs.profile))
     return next((count for count in map(positive, [given, *known]) if count), None)
 
 
@@ -252,10 +279,20 @@ def _profile_figures(inputs: Inputs) -> list[dict[str, Any]]:
     found, profile = measure(inputs), table(inputs.profile)
     copies, exposed = number(at(profile, "copies", "seconds")), number(at(profile, "copies", "exposed"))
     hidden = 1 - exposed / copies if copies and exposed is not None else None
+    phase, planned = text(profile.get("peak_phase")), positive(at(profile, "planned", "peak"))
+    about = f"of tensors in {phase}" if phase else None
     return _kept(
         [
-            _figure("Peak GPU memory", "bytes", found.peak),
+            _figure(
+                "Peak of CPU tensors" if on_cpu(inputs) else "Peak GPU memory",
+                "bytes",
+                found.peak,
+                about,
+                of=gpu_memory(inputs),
+            ),
+            _figure("Planned peak", "bytes", planned),
             _figure("Step time", "seconds", found.seconds, "median"),
+            _figure(f"Tokens/s {per(inputs)}", "rate", found.rate),
             _figure("Copies hidden", "share", hidden, "behind computation"),
         ]
     )

@@ -22,7 +22,7 @@ from ..activations.host import available_memory
 from ..config.schema import Config, Lora, Model
 from ..launch.exits import MEMORY
 from ..parallelize import prepare
-from ..planner.hardware import GPUS, Hardware
+from ..planner.hardware import GPUS, Gpu, Hardware
 from ..planner.model import sizes_of
 from ..planner.search import Plan, plan
 from ..planner.words import describe
@@ -160,22 +160,26 @@ def planned(config: Config, hf: Any, world: int, device: torch.device, stack: St
 
 
 def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
-    """This machine, in the planner's words; a GPU that its table does not have is taken for the nearest, with its own memory."""
-    found = torch.cuda.get_device_properties(device)
-    words = found.name.lower().replace(" ", "").replace("nvidia", "")
-    known = next((gpu for name, gpu in sorted(GPUS.items(), key=lambda each: -len(each[0])) if name in words), None)
-    if known is None:
-        known = replace(GPUS["h100" if found.major >= 9 else "a100"], name=found.name, measured=False)
-    limit = config.launch.gpu_memory
-    memory = found.total_memory if limit is None else min(limit, found.total_memory)
+    """This machine, in the planner's words."""
     scratch = Path(config.stack.scratch or tempfile.gettempdir())
     return Hardware(
-        replace(known, memory=memory, label=round(memory / 1e9)),
+        gpu_here(device, config.launch.gpu_memory),
         world,
         per_node=max(1, torch.cuda.device_count()),
         host=available_memory(),
         disk=shutil.disk_usage(scratch).free if scratch.is_dir() else None,
     )
+
+
+def gpu_here(device: torch.device, limit: int | None = None) -> Gpu:
+    """A GPU that the planner's table does not have is taken for the nearest, with its own memory."""
+    found = torch.cuda.get_device_properties(device)
+    words = found.name.lower().replace(" ", "").replace("nvidia", "")
+    known = next((gpu for name, gpu in sorted(GPUS.items(), key=lambda each: -len(each[0])) if name in words), None)
+    if known is None:
+        known = replace(GPUS["h100" if found.major >= 9 else "a100"], name=found.name, measured=False)
+    memory = found.total_memory if limit is None else min(limit, found.total_memory)
+    return replace(known, memory=memory, label=round(memory / 1e9))
 
 
 def best_kernel(device: torch.device) -> str:

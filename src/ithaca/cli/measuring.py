@@ -1,0 +1,65 @@
+"""What `ithaca profile` and `ithaca ladder --measure` ask of the machine before they run anything on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from ..config.sizes import format_bytes
+from ..launch.environment import find_job
+from ..launch.exits import MEMORY
+from ..train.ends import Failed
+
+
+def say(line: str) -> None:
+    """What goes on, beside what is printed for programs."""
+    print(f"ithaca: {line}", file=sys.stderr, flush=True)
+
+
+def at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+def on_cpu(options: argparse.Namespace) -> bool:
+    """Whether to measure on the CPU: asked for, or for want of a GPU."""
+    job = find_job(os.environ)
+    if job is not None and job.world > 1:
+        raise ValueError(
+            f"a launcher started {job.world} processes, but this runs in one, as rank 0 of those that --gpus names; start it "
+            "without torchrun or srun"
+        )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts; read when torch is imported
+    import torch
+
+    if not options.cpu and not torch.cuda.is_available():
+        say("there is no GPU here, so CPU tensors are measured")
+    return options.cpu or not torch.cuda.is_available()
+
+
+def limit_of(gpu: Any) -> int:
+    """Bytes that the allocator may have, so that a larger GPU stands for the one that was named."""
+    from ..planner.search import CONTEXT
+
+    return int(gpu.memory - CONTEXT)
+
+
+def check_room(found: Any, wanted: Any) -> None:
+    """A GPU says by itself when it is full; a machine without one would swap for hours."""
+    import psutil
+
+    from ..profiler.wanted import ROOM, expected
+
+    if not wanted.cpu:
+        return
+    need = expected(found, wanted, "cpu").memory.peak
+    free = psutil.virtual_memory().available
+    if need > ROOM * free:
+        raise Failed(
+            MEMORY,
+            f"this would take {format_bytes(need)} of CPU tensors, and {format_bytes(free)} of memory are free; take a shorter "
+            "--context or fewer --layers, or a machine with a GPU",
+        )

@@ -1,0 +1,114 @@
+"""A run to be measured: the model with random weights as training prepares it, its optimizer, a batch, and a step.
+
+One process stands for rank 0 of N on torch's fake process group: kernels, copies and allocations are those of that rank, while
+collectives take no time and bring nothing, so the loss means nothing. With one rank there is nothing to fake.
+
+With fewer layers than the model has, `states` adds what a rank would hold of the others all the time: weights, optimizer states,
+and from backward on gradients. Their activations are not there; with a store beside the GPU they would not be either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..batch import Batch
+from ..config.schema import Train
+from ..model.weights import fill_at_random
+from ..parallelize import prepare
+from ..planner.dry_run import Case, fake_group, local, meta_model, shortened, shortened_stack
+from ..planner.search import OPTIMIZERS
+from ..run import Run
+from ..train.optim import build_optimizer, clip, global_norm, gradients
+
+
+@dataclass
+class Steps:
+    """What a step needs, and what it does. Call it with a function that is told when a phase begins."""
+
+    run: Run
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    train: Train
+    resident: dict[str, int]  # category -> bytes of the layers that are not there
+    held: dict[str, Tensor]
+
+    def __call__(self, begin: Callable[[str], None] = lambda phase: None) -> None:
+        """As train/step.py does it, but whatever the loss is: numbers that peers did not send are no numbers."""
+        begin("forward")
+        loss = self.run.loss(self.batch)
+        self.hold("gradients")
+        begin("backward")
+        loss.backward()
+        begin("step")
+        grads = gradients(self.run.model)
+        norm = global_norm(grads)
+        clip(grads, norm, self.train.clip)
+        self.optimizer.step()
+        del grads, norm, loss
+        self.optimizer.zero_grad(set_to_none=True)
+        self.held.pop("gradients", None)
+
+    def hold(self, *categories: str) -> None:
+        for name in categories:
+            if self.resident.get(name):
+                self.held[name] = torch.zeros(self.resident[name], dtype=torch.uint8, device=self.run.mesh.device)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on this rank."""
+        return self.batch.input_ids.numel()
+
+
+@contextmanager
+def ready(case: Case, device: torch.device, layers: int | None = None, states: bool = False) -> Iterator[Steps]:
+    """Build everything; a process group that this made is gone afterwards."""
+    if dist.is_initialized():
+        raise RuntimeError("a profile makes a process group of its own, and this process has one already")
+    depth = case.config.num_hidden_layers
+    config = shortened(case.config, layers)
+    ran = config.num_hidden_layers
+    stack = shortened_stack(case.stack, ran)
+    if case.world > 1:
+        with fake_group(case.world):
+            yield _steps(replace(case, stack=stack), config, device, depth - ran if states else 0)
+        return
+    try:
+        yield _steps(replace(case, stack=stack), config, device, depth - ran if states else 0)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _steps(case: Case, config: object, device: torch.device, missing: int) -> Steps:
+    run = prepare(
+        meta_model(case, config), case.stack, device=device, dtype=case.dtype,
+        weights=lambda run: fill_at_random(run.decoder, run.mesh),
+    )  # fmt: skip
+    named = {nbytes: name for name, nbytes in OPTIMIZERS.items()}
+    train = Train(steps=100, optimizer=named[case.optimizer_bytes])
+    torch.manual_seed(0)
+    ids = torch.randint(0, run.decoder.config.vocab_size, (case.rows, case.context))
+    documents = None if case.documents is None else [case.documents] * case.rows
+    steps = Steps(
+        run, build_optimizer(run.model, train), run.shard(ids, documents=documents), train,
+        _of_layers(run, missing, case.optimizer_bytes), {},
+    )  # fmt: skip
+    steps.hold("parameters", "optimizer")
+    return steps
+
+
+def _of_layers(run: Run, count: int, optimizer_bytes: float) -> dict[str, int]:
+    """What this rank would hold of so many more layers."""
+    shards = [(local(p), p.requires_grad) for p in run.decoder.layers[0].module.parameters()]
+    trained = [each for each, learns in shards if learns]
+    return {
+        "parameters": count * sum(each.nbytes for each, _ in shards),
+        "optimizer": count * int(sum(each.numel() for each in trained) * optimizer_bytes),
+        "gradients": count * sum(each.nbytes for each in trained),
+    }

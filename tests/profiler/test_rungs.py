@@ -1,0 +1,95 @@
+"""The ladder, measured: every rung in a process of its own, and one that does not fit says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ithaca.cli.main import main
+from ithaca.planner.chart import ladder_svg
+from ithaca.planner.ladder import describe, ladder
+from ithaca.profiler import rungs
+from ithaca.profiler.rungs import apart, measure_ladder, problem
+from ithaca.profiler.wanted import Wanted
+from ithaca.stack import Stack
+
+from .test_profile import SIZES
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    return tmp_path
+
+
+def answer(tensors: int) -> dict[str, Any]:
+    return {
+        "peak": tensors + 10**9, "tensors": tensors, "tokens_per_second": 123.0, "seconds": 1.0, "device": "NVIDIA H200",
+        "kernel": "fa4", "categories": {"kept": tensors - 5, "tile": 5}, "problem": None,
+    }  # fmt: skip
+
+
+def test_it_goes_on_where_a_rung_does_not_fit():
+    found = ladder("llama3_8b", gpus="8xH100-80GB", context="1M", layers=2)
+    asked: list[Wanted] = []
+
+    def run(wanted: Wanted) -> dict[str, Any]:
+        asked.append(wanted)
+        return answer(28 * 10**9) if wanted.stack.ulysses > 1 else problem("out of memory")
+
+    measure_ladder(found, "llama3_8b", layers=2, steps=1, cpu=False, limit=80 * 10**9, sweeps=True, run=run)
+    points = [each for every in found.sweeps.values() for each in every]
+    assert len(asked) == len(found.rungs) + len(points) and all(each.measured for each in [*found.rungs, *points])
+    assert [each.rows for each in asked[:3]] == [8, 8, 1], "GPUs that do not share a sequence have one each"
+    assert {each.layers for each in asked} == {2} and {each.world for each in asked} == {8}
+    assert [each.stack for each in asked[: len(found.rungs)]] == [rung.plan.stack for rung in found.rungs]
+    told = describe(found)
+    assert "2 of 32 layers" in told[0] and "measured on NVIDIA H200" in told[0]
+    plain = next(line for line in told if line.split()[0] == "plain")
+    assert "out of memory" in plain and "GB" in plain
+    top = next(line for line in told if "+streamed layer" in line)
+    off = 28e9 / (found.rungs[-1].plan.memory.peak + 1e8) - 1
+    assert "28.0 GB" in top and f"{off:+.1%}" in top and top.split()[-1] == "kept"
+    shown = found.json()
+    assert shown["rungs"][0]["measured"]["problem"] == "out of memory" and shown["layers"] == 2
+    assert shown["rungs"][-1]["measured"]["peak"] == 29 * 10**9
+    assert shown["sweeps"]["tile"][0]["measured"]["tensors"] == 28 * 10**9
+    drawn = ladder_svg(shown)
+    assert ", out of memory<" in drawn and ", measured 29.0 GB<" in drawn and "black marks are measured" in drawn
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "words"),
+    [
+        (5, "CUDA out of memory", "out of memory"),
+        (-9, "", "killed, probably for want of host memory"),
+        (2, "warning\nno attention kernel for this\n", "no attention kernel for this"),
+        (1, "", "ended with code 1"),
+    ],
+)
+def test_how_a_process_ended(code: int, said: str, words: str, monkeypatch: pytest.MonkeyPatch):
+    ended = subprocess.CompletedProcess([], code, stdout="", stderr=said)
+    monkeypatch.setattr(rungs.subprocess, "run", lambda *_, **__: ended)
+    assert apart(Wanted(model="x", stack=Stack(), context=2))["problem"] == words
+
+
+def test_a_rung_for_real(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """One rung runs in its process; the others are not worth the seconds it takes to import torch."""
+
+    def run(wanted: Wanted) -> dict[str, Any]:
+        whole = wanted.stack.recompute == "layer" and wanted.stack.store == "gpu"
+        return apart(wanted) if whole else problem("left out")
+
+    real = rungs.measure_ladder
+    monkeypatch.setattr(rungs, "measure_ladder", lambda *args, **more: real(*args, **more, run=run))
+    assert (
+        main(["ladder", str(tiny), "--gpus", "2xH100", "--context", "256", "--measure", "--cpu", "--steps", "1"]) == 0
+    )
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if "+checkpointing" in line)
+    # "+checkpointing", predicted and measured tensors with their units, deviation, tokens/s, largest
+    assert row[2] == row[4] == "MB" and float(row[3]) == pytest.approx(float(row[1]), rel=0.15)
+    assert row[5].endswith("%") and float(row[6].replace(",", "")) > 0 and row[7] == "optimizer"
