@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from .measuring import say
 
 _HELP = """\
 Says before a run whether it fits, what holds the memory, how long a step takes and what bounds it, and chooses the fastest stack
@@ -15,6 +18,7 @@ that fits. Any field of the stack can be fixed with --set.
   ithaca plan ./Qwen3-8B --gpus 1xH200 --max-context --host 512GB
   ithaca plan llama3_8b --gpus 8xH100 --context 3M --host 2TB --compare engine=composed,recompute=layer
   ithaca plan llama32_1b --gpus 1xH200 --context 64K --dry-run
+  ithaca plan llama3_8b --gpus 8xH100-80GB --max-context --dry-run   # executed at that length, and one step further
 
 MODEL is a folder with config.json, that file, or a preset: llama3_8b, llama31_8b, llama31_70b, llama32_1b, llama32_3b, qwen3_4b,
 qwen3_8b, qwen3_14b, qwen3_32b, mistral_7b.
@@ -84,7 +88,11 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.compare:
         fields = {**request(options), **read_fields([options.compare])}
         other = plan(options.model, context=found.context, **fields)
-    counted = _dry(found, options) if options.dry_run else None
+    counted, tried = None, []
+    if options.dry_run and options.max_context and found.fits:
+        found, tried = _confirm(found, options)
+    if options.dry_run:
+        counted = _dry(found, options)
     if options.html:
         from ..report import write_report
 
@@ -93,11 +101,13 @@ def run_plan(options: argparse.Namespace) -> int:
         shown = found.json()
         if counted is not None:
             shown["dry_run"] = counted
+        if tried:
+            shown["tried"] = [{"context": each.context, "peak": each.peak, "fits": not each.excess} for each in tried]
         print(json.dumps([shown, other.json()] if other else shown, indent=1))
     elif other is not None:
         print("\n".join(side_by_side(found, other)))
     else:
-        print("\n".join(describe(found, explain=options.explain, dry=counted)))
+        print("\n".join(describe(found, explain=options.explain, dry=counted, tried=tried)))
     return 0 if found.fits else 5
 
 
@@ -128,20 +138,40 @@ def read_fields(texts: list[str]) -> dict[str, Any]:
     return found
 
 
+def _confirm(found: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """The longest context by the dry run. -> the plan there, and what was tried"""
+    from ..planner.confirm import confirmed
+    from ..planner.search import plan
+
+    if options.layers:
+        raise ValueError("--max-context --dry-run counts every layer; leave --layers out")
+    context, tried = confirmed(found, lambda tokens: _counted(found, tokens, options), say)
+    if context is None:
+        return replace(found, fits=False), tried
+    fixed = {name: value for name, value in request(options).items() if name in ("host", "disk", "kernel")}
+    common = dict(rows=found.rows, optimizer=found.optimizer, lora=found.lora)
+    again = plan(found.model, gpus=found.hardware, context=context, stack=found.stack, **common, **fixed)
+    return replace(again, fits=True, reasons=found.reasons), tried
+
+
 def _dry(found: Any, options: argparse.Namespace) -> dict[str, Any]:
     """The same stack, executed on fake tensors."""
+    counted = _counted(found, found.context, options)
+    return {
+        "layers": counted.layers, "executed": counted.executed, "phases": counted.phases, "lines": counted.lines,
+        "peak": counted.peak, "peak_phase": counted.peak_phase, "host": counted.host, "disk": counted.disk,
+    }  # fmt: skip
+
+
+def _counted(found: Any, context: int, options: argparse.Namespace) -> Any:
     from ..config.schema import Lora
     from ..planner.config import hf_config
     from ..planner.dry_run import Case, dry_run
     from ..planner.search import OPTIMIZERS
 
     case = Case(
-        hf_config(options.model), found.stack, found.context, world=found.hardware.count, rows=found.rows,
+        hf_config(options.model), found.stack, context, world=found.hardware.count, rows=found.rows,
         lora=Lora(rank=options.lora) if options.lora else None, kernel=options.kernel or found.hardware.gpu.kernel,
         optimizer_bytes=OPTIMIZERS[found.optimizer],
     )  # fmt: skip
-    counted = dry_run(case, layers=options.layers)
-    return {
-        "layers": counted.layers, "phases": counted.phases, "lines": counted.lines, "peak": counted.peak,
-        "peak_phase": counted.peak_phase, "host": counted.host, "disk": counted.disk,
-    }  # fmt: skip
+    return dry_run(case, layers=options.layers)

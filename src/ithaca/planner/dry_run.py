@@ -30,6 +30,7 @@ from ..model import norm
 from ..model.families import FAMILIES
 from ..run import Run
 from ..stack import Stack
+from .alike import LeftOut, left_out
 from .dry_store import DryGpuStore, DryStore
 from .memory import Memory
 from .tracker import LiveBytes
@@ -43,7 +44,8 @@ class DryRun(Memory):
     """What a step of one rank holds, in bytes, and which lines of code it comes from."""
 
     lines: dict[str, dict[str, int]] = field(default_factory=dict)  # at the peak of a phase
-    layers: int = 0  # that were run
+    layers: int = 0  # that were counted
+    executed: int = 0  # of them; the others are alike
 
 
 class DryKernel:
@@ -90,8 +92,9 @@ class Case:
     documents: list[int] | None = None
 
 
-def dry_run(case: Case, layers: int | None = None) -> DryRun:
-    """Run one step of `case`. layers: fewer than the model has, and then no more than those are counted."""
+def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> DryRun:
+    """Run one step of `case`. layers: fewer than the model has, and then no more than those are counted. every: run also the layers
+    that are alike, which are otherwise added up (alike.py)."""
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and this process has one already")
     if FAMILIES[case.config.model_type].experts:
@@ -99,7 +102,11 @@ def dry_run(case: Case, layers: int | None = None) -> DryRun:
             "a dry run of a mixture of experts is not possible: which expert a token goes to depends on its numbers"
         )
     config = shortened(case.config, layers)
-    stack = shortened_stack(case.stack, config.num_hidden_layers)
+    depth = config.num_hidden_layers
+    stack = shortened_stack(case.stack, depth)
+    tokens = case.rows * case.context // case.world
+    missing = 0 if every else left_out(depth, stack, tokens * config.hidden_size * case.dtype.itemsize)
+    config = shortened(config, depth - missing)
     tracker = LiveBytes()
     with ExitStack() as opened:
         opened.enter_context(fake_group(case.world))
@@ -107,7 +114,8 @@ def dry_run(case: Case, layers: int | None = None) -> DryRun:
         fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(tracker.watching())
         run = _prepared(case, config, stack, tracker)
-        _step(case, run, fake, tracker)
+        with LeftOut(run, tracker, missing, case.optimizer_bytes, local).counted():
+            _step(case, run, fake, tracker)
         store = run.store
     held = store.held_bytes if isinstance(store, DryStore) else 0
     return DryRun(
@@ -115,7 +123,8 @@ def dry_run(case: Case, layers: int | None = None) -> DryRun:
         host=held if stack.store == "host" else 0,
         disk=held if stack.store == "disk" else 0,
         lines={phase: dict(by) for phase, by in tracker.lines.items()},
-        layers=config.num_hidden_layers,
+        layers=depth,
+        executed=depth - missing,
     )
 
 

@@ -42,6 +42,15 @@ class DryStore(Store):
     def held_bytes(self) -> int:
         return self.most
 
+    @property
+    def now(self) -> int:
+        return self._now
+
+    def hold(self, nbytes: int) -> None:
+        """So many bytes come from, or with a minus go to, layers that are not run."""
+        self._now += nbytes
+        self.most = max(self.most, self._now)
+
     def _keep(self, tensors: list[Tensor]) -> _Entry:
         while len(self._leaving) >= 2 and sum(each.nbytes for each in self._leaving) > IN_FLIGHT:
             self._leaving.popleft().source = None

@@ -26,6 +26,7 @@ SLACK = 0.03  # of the peak, that the allocator holds in holes between blocks
 HOST_SHARE = 0.85  # of a machine's memory that may be pinned
 NEARLY = 1.25  # where the last candidate is so much too large, none fits
 TILES = (None, 16384, 8192, 4096, 2048)
+CONTEXT_STEP = 2**16  # tokens: the longest context is found to this
 OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}
 
 
@@ -178,7 +179,7 @@ def plan(
     return best
 
 
-def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = 2**16, **options: Any) -> Plan:
+def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
     """The plan of the longest context that fits, in multiples of `step` tokens."""
     low, high = 0, 1
     best: Plan | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,10 @@ from .categories import CATEGORIES, PHASES
 from .search import Plan
 
 
-def describe(plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = None) -> list[str]:
+def describe(
+    plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = None, tried: Sequence[Plan] = ()
+) -> list[str]:
+    """dry: what a dry run counted. tried: contexts that were counted to find the longest, with what they hold."""
     gpu, speed, memory = plan.hardware.gpu, plan.speed, plan.memory
     spare = plan.budget - plan.peak
     verdict = f"fits, {format_bytes(spare)} to spare" if plan.fits else f"does not fit: {', '.join(plan.shortages)}"
@@ -49,6 +52,9 @@ def describe(plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = 
         lines += ["  memory by phase", *table(plan)]
     if dry is not None:
         lines += _dry(plan, dry)
+    for each in tried:
+        told = f"does not fit: {', '.join(each.shortages)}" if each.excess else f"fits in {format_bytes(each.peak)}"
+        lines.append(f"  counted {format_tokens(each.context)}: {told}")
     if plan.advice:
         lines += ["  what would fit", *(f"    {each}" for each in plan.advice)]
     return lines
@@ -88,7 +94,9 @@ def side_by_side(first: Plan, second: Plan) -> list[str]:
 
 
 def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
-    said = f"  dry run {format_bytes(dry['peak'])} of tensors in {dry['peak_phase']}, {dry['layers']} layers executed"
+    said = f"  dry run {format_bytes(dry['peak'])} of tensors in {dry['peak_phase']}, {dry['executed']} layers executed"
+    if dry["executed"] < dry["layers"]:
+        said += f", {dry['layers'] - dry['executed']} alike added"
     if dry["layers"] == plan.model.layers:
         said += f"; the plan says {format_bytes(plan.memory.peak)} ({plan.memory.peak / dry['peak'] - 1:+.1%})"
     lines = sorted(dry["lines"][dry["peak_phase"]].items(), key=lambda each: -each[1])

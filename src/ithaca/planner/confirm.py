@@ -1,0 +1,39 @@
+"""The longest context, with the dry run as the judge: it fits there, and does not one step further.
+
+Arithmetic finds a stack and a first guess in a second; the dry run, which executes the code, takes half a minute a context and is
+believed. Memory grows in proportion to the context, or nearly so, which makes the next guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..config.sizes import format_tokens
+from .memory import Memory
+from .search import CONTEXT_STEP, Plan
+
+
+def confirmed(
+    found: Plan,
+    counted: Callable[[int], Memory],
+    say: Callable[[str], object] = lambda line: None,
+    step: int = CONTEXT_STEP,
+) -> tuple[int | None, list[Plan]]:
+    """-> the longest context in multiples of `step` that fits with this plan's stack, or None, and what was counted on the way
+
+    counted: what a step of so many tokens holds.
+    """
+    tried: dict[int, Plan] = {}
+    fits, fails = 0, None
+    at = max(1, found.context // step)
+    while fails is None or fails - fits > 1:
+        say(f"dry run at {format_tokens(at * step)}")
+        now = tried[at] = replace(found, context=at * step, memory=counted(at * step))
+        if now.excess:
+            fails = at
+        else:
+            fits = at
+        guess = int(at / max(now.shares.values()))
+        at = max(guess, fits + 1) if fails is None else min(max(guess, fits + 1), fails - 1)
+    return fits * step or None, [tried[each] for each in sorted(tried)]
