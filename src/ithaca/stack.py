@@ -7,6 +7,7 @@ remedy, and `require` turns the list into a single error: a user with three mist
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -33,8 +34,8 @@ class Stack:
     """Untied Ulysses: query heads per rank and stage. None = all at once; 1 = least memory."""
 
     recompute: str | tuple[str, ...] = "keep_attention"
-    """What backward computes again: "none"; "layer" = everything; "keep_attention" = all but the attention forward. A tuple
-    names one for each layer, so that just as many layers keep attention as host, disk and link can bear."""
+    """What backward computes again: "none"; "layer" = everything; "keep_attention" = all but the attention forward. A tuple,
+    or "6 layer + 10 keep_attention", names one for each layer, so that just as many keep attention as host and disk can bear."""
 
     store: str = "gpu"
     """Where kept activations wait for backward: "gpu", "host" (pinned memory) or "disk"."""
@@ -55,6 +56,10 @@ class Stack:
     """With store="host" or "disk": what a streamed layer reads more than once stays on the device while that layer runs (three
     tensors of the size of its input). None = where the input is at most 1 GiB."""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute, str) and "+" in self.recompute:
+            object.__setattr__(self, "recompute", _per_layer(self.recompute))
+
     def recompute_of(self, layer: int) -> str:
         return self.recompute if isinstance(self.recompute, str) else self.recompute[layer]
 
@@ -62,6 +67,12 @@ class Stack:
         if self.engine != "auto":
             return self.engine
         return "composed" if self.recompute_of(layer) == "none" else "streamed"
+
+    @property
+    def recompute_words(self) -> str:
+        if isinstance(self.recompute, str):
+            return self.recompute
+        return " + ".join(f"{count} {kind}" for kind, count in Counter(self.recompute).items())
 
     @property
     def _recomputes(self) -> tuple[str, ...]:
@@ -136,6 +147,17 @@ class Stack:
                 want = "a whole number" + (" or None" if optional else "")
             if not good:
                 yield f"{field.name}={value!r} must be {want}"
+
+
+def _per_layer(text: str) -> str | tuple[str, ...]:
+    """ "6 layer + 10 keep_attention" -> one for each layer; what cannot be read stays as it is and is refused by name."""
+    found: list[str] = []
+    for part in text.split("+"):
+        count, _, kind = part.strip().partition(" ")
+        if not count.isdigit():
+            return text
+        found += [kind.strip()] * int(count)
+    return tuple(found)
 
 
 def require(violations: list[str], subject: str) -> None:

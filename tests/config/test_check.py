@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_a_config_made_in_python_with_wrong_types(config: Config, words: str):
     assert words in only
 
 
-def test_what_is_not_on_the_disk(tmp_path: Path):
+def test_what_is_not_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = tmp_path / "model"
     config = Config(
         model=Model(folder=str(model)),
@@ -137,6 +138,11 @@ def test_what_is_not_on_the_disk(tmp_path: Path):
     (model / "config.json").write_text("{}")
     assert missing(config) == []
     assert missing(replace(config, model=Model(folder="tiny_llama")), presets=["tiny_llama"]) == []
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = missing(replace(config, log=Log(tensorboard=True, wandb="project")))
+    assert len(found) == 2 and "pip install wandb" in found[1]
 
 
 def test_the_stack_of_the_config_is_the_stack_of_the_library():

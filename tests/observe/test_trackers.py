@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.config.schema import Log
-from ithaca.observe import Metrics, missing_packages, read_metrics
+from ithaca.observe import Metrics, read_metrics
 from ithaca.observe.trackers import Background, TensorBoard, Tracker, Wandb
 from ithaca.train.folder import RunFolder
 
@@ -111,15 +111,6 @@ def test_packages_that_are_missing(
         metrics.step(record(1))
     assert sum("is switched off" in message for message in caplog.messages) == 2
     assert len(read_metrics(folder.metrics)) == 1
-
-
-def test_missing_packages_are_named_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in ("tensorboard", "wandb"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert missing_packages(Log()) == []
-    found = missing_packages(Log(tensorboard=True, wandb="project"))
-    assert len(found) == 2 and "pip install wandb" in found[1]
 
 
 def test_tensorboard_for_real(folder: RunFolder):

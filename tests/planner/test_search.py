@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,20 @@ def test_longer_needs_more_techniques():
         assert not each.stack.violations(8)
 
 
+def test_as_many_layers_keep_attention_as_there_is_room_for():
+    options = dict(gpus="1xH200", context="1M", host="134GB")
+    found = plan("llama32_1b", **options)
+    kept = found.stack.recompute
+    assert isinstance(kept, tuple) and len(kept) == 16 and kept == tuple(sorted(kept, reverse=True))
+    one_more = ("layer",) * (kept.count("layer") - 1) + ("keep_attention",) * (kept.count("keep_attention") + 1)
+    assert found.fits and not plan("llama32_1b", **options, stack=replace(found.stack, recompute=one_more)).fits
+    for store in ("gpu", "host"):  # any uniform choice is slower or does not fit
+        for recompute in ("layer", "keep_attention"):
+            other = plan("llama32_1b", **options, store=store, recompute=recompute)
+            assert not other.fits or other.speed.seconds > found.speed.seconds
+    assert Stack(recompute=found.stack.recompute_words) == Stack(recompute=kept)
+
+
 def test_what_is_given_stays():
     found = plan("llama3_8b", context="1M", **EIGHT, heads_per_stage=2, store="disk", ring=2, ulysses=4)
     assert (found.stack.heads_per_stage, found.stack.store, found.stack.ring) == (2, "disk", 2)
@@ -73,6 +88,14 @@ def test_the_longest_context():
 def test_a_model_that_no_context_is_short_enough_for():
     none = max_context("llama31_70b", gpus="1xRTX4090")
     assert not none.fits and "nothing that was tried" in none.advice[0]
+
+
+def test_host_memory_that_is_short_is_named():
+    found = plan("llama3_8b", gpus="8xH100-80GB", context="5M", host="1.5TB")
+    assert not found.fits and found.peak < found.budget  # of those that do not fit, the nearest
+    assert len(found.shortages) == 1 and found.shortages[0].startswith("host memory (1.4 TB pinned")
+    need = next(line for line in found.advice if "of host memory a machine" in line).split(" of ")[0]
+    assert plan("llama3_8b", gpus="8xH100-80GB", context="5M", host="1.7TB").fits and need == "1.6 TB"
 
 
 def test_where_nothing_fits_it_says_what_would():

@@ -11,7 +11,8 @@ from ithaca.planner.shortage import gpu_shortage, host_shortage
 
 
 def settings(text: str) -> dict:
-    return read_fields([f"{name}={value}" for name, value in re.findall(r"--stack\.(\w+) (\S+)", text)])
+    found = re.findall(r'--stack\.(\w+) ("[^"]+"|\S+)', text)
+    return read_fields([f"{name}={value.strip(chr(34))}" for name, value in found])
 
 
 def test_the_change_promises_less():

@@ -1,11 +1,12 @@
 """What cannot work, all of it at once, before any process starts.
 
 `violations` looks at the config alone: types, ranges, and fields that contradict each other, each with its remedy.
-`missing` looks at the disk: folders and files that the run names and that are not there.
+`missing` looks at the machine: folders, files and packages that the run names and that are not there.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from glob import glob
@@ -32,7 +33,7 @@ def problems_of(config: Config) -> list[Problem]:
 
 
 def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
-    """What the run names and the disk does not have. presets: model names that need no folder."""
+    """What the run names and the machine does not have. presets: model names that need no folder."""
     found = []
     model = Path(config.model.folder)
     if not (model / "config.json").is_file() and config.model.folder not in presets:
@@ -51,6 +52,12 @@ def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
     scratch = config.stack.scratch
     if scratch and not Path(scratch).is_dir():
         found.append(f"stack.scratch={scratch!r} is not a folder; create it on a fast disk")
+    trackers = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    found += [
+        f"log.{name} needs the package {name}; install it with: pip install {name}, or leave log.{name} out"
+        for name, asked in trackers.items()
+        if asked and importlib.util.find_spec(name) is None
+    ]
     return found
 
 

@@ -12,7 +12,6 @@ from .metrics import Metrics, read_metrics
 from .rates import Gauge, StepTimer, largest, tokens_per_second
 from .record import StepRecord
 from .text import Facts, headline, plain_line
-from .trackers import missing_packages
 
 __all__ = [
     "Display",
@@ -26,7 +25,6 @@ __all__ = [
     "largest",
     "log_to",
     "mfu",
-    "missing_packages",
     "model_flops",
     "peak_flops",
     "plain_line",

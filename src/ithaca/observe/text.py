@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from .. import __version__
@@ -128,10 +127,7 @@ def describe_stack(stack: Stack) -> str:
     parts = [f"{name} {value}" for name, value in named if value > 1]
     if stack.heads_per_stage is not None:
         parts.append(f"heads_per_stage {stack.heads_per_stage}")
-    if isinstance(stack.recompute, str):
-        parts.append(f"recompute {stack.recompute}")
-    else:
-        parts.append("recompute " + " + ".join(f"{count} {kind}" for kind, count in Counter(stack.recompute).items()))
+    parts.append(f"recompute {stack.recompute_words}")
     parts += [f"store {stack.store}", "tile none" if stack.tile is None else f"tile {stack.tile}"]
     parts.append(f"engine {stack.engine}" if stack.engine != "auto" else f"engine {stack.engine_of(0)}")
     parts.append("FSDP2" if stack.shard_parameters else "parameters whole")

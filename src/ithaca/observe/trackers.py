@@ -10,7 +10,6 @@ that raises, at whatever call, is told about once and switched off. metrics.json
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import queue
@@ -177,13 +176,3 @@ def open_trackers(folder: RunFolder, log: Log, name: str, settings: Mapping[str,
         project = log.wandb
         found.append(Background("wandb", lambda step: Wandb(project, name, folder.path, settings)))
     return found
-
-
-def missing_packages(log: Log) -> list[str]:
-    """Packages that the trackers of a config need and that are not installed, with the remedy: to be asked before a run."""
-    wanted = {"tensorboard": log.tensorboard, "wandb": log.wandb is not None}
-    return [
-        f"log.{name} needs the package {name}; install it with: pip install {name}, or leave log.{name} out"
-        for name, asked in wanted.items()
-        if asked and importlib.util.find_spec(name) is None
-    ]

@@ -179,7 +179,8 @@ class _Walk:
                 kept += self.attended + sum(self.lse(stage) for stage in self.schedule)
         if self.stack.engine_of(0) == "streamed" and not self.holds:
             # of one layer: the gradient of its attention output, and that output where it is not kept
-            kept += (2 if self.stack.recompute_of(0) == "layer" else 1) * self.attended
+            again = any(self.stack.recompute_of(index) == "layer" for index in range(self.m.layers))
+            kept += (2 if again else 1) * self.attended
         return kept
 
     @property

@@ -3,7 +3,8 @@
     plan("llama3_8b", gpus="8xH100-80GB", context="1M")
 
 Every combination of the stack's fields that can work is timed by arithmetic (speed.py), and in that order asked for its memory
-(memory.py) until one fits the GPU, the host and the disk. Fields that are given stay as they are.
+(memory.py) until one fits the GPU, the host and the disk. Where the winner has no room to keep the attention output of every
+layer, it keeps that of as many as there is room for. Fields that are given stay as they are.
 """
 
 from __future__ import annotations
@@ -70,6 +71,34 @@ class Plan:
     def allocated(self) -> int:
         """What torch.cuda.max_memory_allocated will say."""
         return self.memory.peak + (int(WORKSPACE) if self.around else 0)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What the plan takes of each budget there is: more than 1 does not fit."""
+        ranks = self.hardware.ranks_per_node
+        found = {"GPU memory": self.peak / self.budget}
+        if self.hardware.host:
+            found["host memory"] = self.memory.host * ranks / (HOST_SHARE * self.hardware.host)
+        if self.hardware.disk:
+            found["disk"] = self.memory.disk * ranks / self.hardware.disk
+        return found
+
+    @property
+    def excess(self) -> float:
+        return sum(max(0.0, share - 1) for share in self.shares.values())
+
+    @property
+    def shortages(self) -> list[str]:
+        """What does not fit, in words."""
+        ranks, host, disk = self.hardware.ranks_per_node, self.hardware.host or 0, self.hardware.disk or 0
+        words = {
+            "GPU memory": lambda: f"{format_bytes(self.peak)} of {format_bytes(self.budget)}",
+            "host memory": lambda: (
+                f"{format_bytes(self.memory.host * ranks)} pinned a machine, of {format_bytes(host)} at most {HOST_SHARE:.0%}"
+            ),
+            "disk": lambda: f"{format_bytes(self.memory.disk * ranks)} a machine of {format_bytes(disk)}",
+        }
+        return [f"{name} ({words[name]()})" for name, share in self.shares.items() if share > 1]
 
     def json(self) -> dict[str, Any]:
         gpu = self.hardware.gpu
@@ -141,6 +170,8 @@ def plan(
             "use another number of GPUs or rows"
         )
     best = asked.search(candidates)
+    if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
+        best = asked.keep_some(best, candidates)
     if not best.fits and advise:
         best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
     best.reasons = _reasons(asked, best, pinned)
@@ -197,27 +228,11 @@ class _Asked:
             self.model, self.hardware, self.context, self.rows, stack, predict(job), estimate(job, self.hardware), False,
             self.optimizer, self.lora,
         )  # fmt: skip
-        found.fits = not self.problems(found)
+        found.fits = not found.excess
         return found
 
-    def problems(self, found: Plan) -> list[str]:
-        """What does not fit, in words."""
-        out = []
-        if found.peak > found.budget:
-            out.append(f"GPU memory: {format_bytes(found.peak)} of {format_bytes(found.budget)}")
-        ranks = self.hardware.ranks_per_node
-        if self.hardware.host is not None and found.memory.host * ranks > HOST_SHARE * self.hardware.host:
-            out.append(f"host memory: {format_bytes(found.memory.host * ranks)} of {format_bytes(self.hardware.host)}")
-        if (
-            found.stack.store == "disk"
-            and self.hardware.disk is not None
-            and found.memory.disk * ranks > self.hardware.disk
-        ):
-            out.append(f"disk: {format_bytes(found.memory.disk * ranks)} of {format_bytes(self.hardware.disk)}")
-        return out
-
     def search(self, candidates: list[Stack]) -> Plan:
-        """The fastest that fits, or else the one that needs least of the GPU."""
+        """The fastest that fits, or else the one that comes nearest."""
         leanest = self.look(candidates[-1])  # they are listed so that the last one asks least of the GPU, or nearly so
         if leanest.peak > NEARLY * leanest.budget:
             return leanest
@@ -227,10 +242,32 @@ class _Asked:
             found = self.look(stack)
             if found.fits:
                 return found
-            if least is None or found.peak < least.peak:
+            if least is None or found.excess < least.excess:
                 least = found
         assert least is not None
         return least
+
+    def keep_some(self, best: Plan, candidates: list[Stack]) -> Plan:
+        """Of the fastest stack that fits with each store: keep attention in as many layers as fit. -> the fastest of all
+
+        The upper layers keep: backward reaches them first, and has freed what they kept by the time it computes a lower one again.
+        """
+        layers = self.model.layers
+        again = [stack for stack in candidates if stack.recompute == "layer"]
+        for store in dict.fromkeys(stack.store for stack in again):
+            found = self.search([stack for stack in again if stack.store == store])
+            low, high = 0, layers  # with all layers it did not fit, or was not faster
+            while found.fits and high - low > 1:
+                middle = (low + high) // 2
+                mixed = ("layer",) * (layers - middle) + ("keep_attention",) * middle
+                tried = self.look(replace(found.stack, recompute=mixed))
+                if tried.fits:
+                    low = middle
+                    if tried.speed.seconds < best.speed.seconds:
+                        best = tried
+                else:
+                    high = middle
+        return best
 
 
 def _candidates(
@@ -290,7 +327,8 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[st
     found = []
 
     def because(name: str, why: str) -> None:
-        found.append((name, getattr(stack, name), "given" if name in pinned else why))
+        value = stack.recompute_words if name == "recompute" else getattr(stack, name)
+        found.append((name, value, "given" if name in pinned else why))
 
     if stack.ulysses > 1 or "ulysses" in pinned:
         because(
@@ -303,8 +341,11 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[st
         because("recompute", "activations fit as they are: nothing is computed twice")
     elif stack.recompute == "keep_attention":
         because("recompute", "attention is the expensive part and its output is kept; the rest is computed again")
-    else:
+    elif stack.recompute == "layer":
         because("recompute", "there is no room for attention outputs: backward attends once more")
+    else:
+        keeps = sum(each == "keep_attention" for each in stack.recompute)
+        because("recompute", f"there is room for the attention outputs of {keeps} layers; the others attend once more")
     room = format_bytes(best.memory.host or best.memory.disk)
     because(
         "store",
@@ -345,9 +386,10 @@ def _hopeless(asked: _Asked) -> str:
 def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
     """The nearest things that would fit, with numbers."""
 
-    def tried(**changes: Any) -> Plan | None:
+    def tried(recompute: str | None = None, **changes: Any) -> Plan | None:
         other = replace(asked, **changes)
-        stacks = list(_candidates(other.model, other.hardware, other.context, other.rows, pinned))
+        fixed = pinned if recompute is None else {**pinned, "recompute": recompute}
+        stacks = list(_candidates(other.model, other.hardware, other.context, other.rows, fixed))
         found = other.search(stacks) if stacks else None
         return found if found is not None and found.fits else None
 
@@ -363,6 +405,11 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
         if found := tried(context=shorter):
             yield f"a context of {format_tokens(shorter)}: {format_bytes(found.peak)} a GPU"
             break
+    if asked.hardware.host is not None and "store" not in pinned:
+        roomy = replace(asked.hardware, host=None)
+        if found := tried(None if "recompute" in pinned else "layer", hardware=roomy):
+            need = found.memory.host * asked.hardware.ranks_per_node / HOST_SHARE
+            yield f"{format_bytes(need)} of host memory a machine: {format_bytes(found.peak)} a GPU"
     if asked.hardware.disk is None and "store" not in pinned:
         roomy = replace(asked.hardware, disk=10**15)
         if found := tried(hardware=roomy):

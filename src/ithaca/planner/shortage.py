@@ -61,6 +61,8 @@ def _instead(planned: Plan, other: Plan, form: str = TRAIN) -> str:
         return "nothing smaller would fit these GPUs; what would: " + "; ".join(other.advice)
     before = asdict(planned.stack)
     changed = {name: value for name, value in asdict(other.stack).items() if value != before[name]}
+    if "recompute" in changed and isinstance(other.stack.recompute, tuple):
+        changed["recompute"] = f'"{other.stack.recompute_words}"'
     words = " ".join(form.format(name, _written(value)) for name, value in changed.items())
     slower = other.speed.seconds / planned.speed.seconds - 1
     return f"try: {words} ({format_bytes(other.allocated)} predicted, {max(slower, 0):.0%} slower)"

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..config.sizes import format_bytes, format_tokens
+from ..stack import Stack
 from .categories import CATEGORIES, PHASES
 from .search import Plan
 
@@ -14,9 +15,7 @@ from .search import Plan
 def describe(plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = None) -> list[str]:
     gpu, speed, memory = plan.hardware.gpu, plan.speed, plan.memory
     spare = plan.budget - plan.peak
-    verdict = f"fits, {format_bytes(spare)} to spare" if plan.fits else "does not fit"
-    if not plan.fits and spare < 0:
-        verdict += f": {format_bytes(-spare)} too much"
+    verdict = f"fits, {format_bytes(spare)} to spare" if plan.fits else f"does not fit: {', '.join(plan.shortages)}"
     lines = [
         f"{plan.model.name} ({plan.model.weights / 1e9:.2f}B parameters) at {format_tokens(plan.context)} tokens on "
         f"{plan.hardware.words}: {verdict}",
@@ -69,7 +68,7 @@ def side_by_side(first: Plan, second: Plan) -> list[str]:
     fields = {**asdict(first.stack)}
     changed = [name for name, value in fields.items() if value != getattr(second.stack, name)]
     rows = [["", "this", "that"], ["fits", *("yes" if each.fits else "no" for each in (first, second))]]
-    rows += [[name, _value(getattr(first.stack, name)), _value(getattr(second.stack, name))] for name in changed]
+    rows += [[name, _field(first.stack, name), _field(second.stack, name)] for name in changed]
     numbers = {
         "GPU": lambda p: format_bytes(p.peak),
         "host a GPU": lambda p: format_bytes(p.memory.host),
@@ -94,6 +93,10 @@ def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
         said += f"; the plan says {format_bytes(plan.memory.peak)} ({plan.memory.peak / dry['peak'] - 1:+.1%})"
     lines = sorted(dry["lines"][dry["peak_phase"]].items(), key=lambda each: -each[1])
     return [said, *(f"            {format_bytes(nbytes):>9}  {line}" for line, nbytes in lines[:8])]
+
+
+def _field(stack: Stack, name: str) -> str:
+    return stack.recompute_words if name == "recompute" else _value(getattr(stack, name))
 
 
 def _value(value: Any) -> str:

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
+from ..activations.host import available_memory
 from ..config.schema import Config, Lora, Model
 from ..launch.exits import MEMORY
 from ..parallelize import prepare
@@ -166,7 +166,7 @@ def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
         gpu_here(device, config.launch.gpu_memory),
         world,
         per_node=max(1, torch.cuda.device_count()),
-        host=psutil.virtual_memory().total,
+        host=available_memory(),
         disk=shutil.disk_usage(scratch).free if scratch.is_dir() else None,
     )
 
