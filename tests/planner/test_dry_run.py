@@ -122,6 +122,12 @@ def test_fake_tensors_take_what_real_ones_take(stack: Stack):
         assert sum(faked.phases[phase].values()) == sum(tracker.peaks[phase].values()), phase
 
 
+def test_a_slice_keeps_what_the_whole_keeps_in_the_same_shares():
+    stack = Stack(recompute=("layer",) * 6 + ("keep_attention",) * 18)
+    assert dry.shortened_stack(stack, 4).recompute == ("layer", *["keep_attention"] * 3)
+    assert dry.shortened_stack(stack, 24) == stack and dry.shortened_stack(Stack(), 4) == Stack()
+
+
 def test_what_a_rank_keeps_is_where_it_belongs():
     found = dry_run(Case(config(), Stack(ulysses=4, store="host", tile=256), 8192, world=4))
     weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config()).parameters())

@@ -244,7 +244,11 @@ def shortened(config: Any, layers: int | None) -> Any:
 
 
 def shortened_stack(stack: Stack, layers: int) -> Stack:
-    return replace(stack, recompute=stack.recompute[:layers]) if isinstance(stack.recompute, tuple) else stack
+    """Where layers differ in what they keep, each kind has its share of the slice."""
+    if isinstance(stack.recompute, str):
+        return stack
+    depth = len(stack.recompute)
+    return replace(stack, recompute=tuple(stack.recompute[index * depth // layers] for index in range(layers)))
 
 
 @contextmanager
