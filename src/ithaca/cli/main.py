@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.traceback:
             raise
         print(f"ithaca {options.verb}: {error}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_code", 2)
     except Failed as error:
         if options.traceback:
             raise

@@ -29,7 +29,7 @@ from ..model.families import FAMILIES
 from ..model.weights import Folder, saved_name
 from ..run import Run
 from .dcp_errors import plainly
-from .files import STATE, CheckpointError, damage, latest, listed, read_json, verify
+from .files import CheckpointError, damage, latest, listed, read_state, verify
 from .fingerprint import fingerprint
 from .hf_folder import Outgoing, empty_model, write_folder
 from .ranks import each
@@ -94,7 +94,7 @@ def export_checkpoint(
     problems = verify(path)
     if problems:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems[:5])}; export another one")
-    record = read_json(path / STATE)
+    record = read_state(path)
     about = record["model"]
     model, config = _rebuild(about, path)
     adapters = bool(about["adapters"]) and not merge_lora
