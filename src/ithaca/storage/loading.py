@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ..faults import reach
+from ..floors import require_floors
 from ..run import Run
 from . import rng
 from .dcp_errors import plainly
@@ -49,6 +50,7 @@ def load(
     Options of the optimizer (learning rate, weight decay, ...) are those of the checkpoint; change them afterwards.
     """
     mesh = run.mesh
+    require_floors("torch")
     each(mesh, lambda: reach("load"))
     path = _good(Path(folder), run, check_hashes)
     log.info("loading %s", path)

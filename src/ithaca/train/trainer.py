@@ -36,6 +36,7 @@ from ..observe.record import StepRecord
 from ..observe.text import Facts, headline
 from ..planner.search import Plan
 from ..planner.shortage import gpu_shortage, host_shortage
+from ..redact import redacted
 from ..report import write_report
 from ..stack import Stack
 from ..storage import checkpoint as checkpoints
@@ -91,7 +92,7 @@ class Trainer:
         if self.plan is None and rank == 0 and self.device.type == "cuda":
             self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
-        self.text = text if text is not None and config.stack.chosen else dump(self.config)
+        self.text = redacted(text if text is not None and config.stack.chosen else dump(self.config))
         self.step = 0
         self.tokens = 0
         self.stopping: str | None = None
