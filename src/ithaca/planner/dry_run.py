@@ -154,7 +154,8 @@ def meta_model(case: Case, config: Any) -> nn.Module:
 
     narrow = case.lora is not None or not case.stack.shard_parameters
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=case.dtype if narrow else torch.float32)
+        dtype = case.dtype if narrow else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         return model if case.lora is None else with_lora(model, case.lora, 0)
 
 

@@ -12,7 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ from ..observe.record import StepRecord
 from ..observe.text import Facts, headline
 from ..planner.search import Plan
 from ..planner.shortage import gpu_shortage, host_shortage
+from ..redact import redacted
 from ..report import write_report
 from ..stack import Stack
 from ..storage import checkpoint as checkpoints
+from ..storage.ranks import first
 from .build import automatic_stack, is_preset, model_config, planned, prepared
 from .ends import Failed
 from .folder import RunFolder
@@ -90,7 +92,7 @@ class Trainer:
         if self.plan is None and rank == 0 and self.device.type == "cuda":
             self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
-        self.text = text if text is not None and config.stack.chosen else dump(self.config)
+        self.text = redacted(text if text is not None and config.stack.chosen else dump(self.config))
         self.step = 0
         self.tokens = 0
         self.stopping: str | None = None
@@ -236,23 +238,31 @@ class Trainer:
             raise Failed(DATA, str(error)) from error
 
     def _resume(self) -> str | None:
-        """Load the newest checkpoint, if there is one. -> its name"""
-        if self.rank == 0:
-            checkpoints.remove_unfinished(self.folder.checkpoints)
-        found = self._from_first(lambda: _name(checkpoints.latest(self.folder.checkpoints)))
-        if found is None:
-            return None
-        self.display.doing(f"loading {found}")
+        """Load the newest good checkpoint, if there is any. -> its name"""
+        folder = self.folder.checkpoints
         try:
-            extra = checkpoints.load(self.folder.checkpoints / found, self.model, self.optimizer)
+            checkpoints.ready(folder, self.model)
+            if not first(self.model.mesh, lambda: _swept(folder)):
+                return None
+            self.display.doing("loading a checkpoint")
+            extra = checkpoints.load(folder, self.model, self.optimizer)
         except ValueError as error:
             raise Failed(CHECKPOINT, str(error)) from error
+        found = f"step-{extra['step']}"
         self.step, self.tokens, self.newest = extra["step"], extra["tokens"], f"checkpoints/{found}"
         if extra["samples"] != self.step * self.config.train.rows:
             raise Failed(
                 CHECKPOINT,
                 f"{found} was made with train.rows={extra['samples'] // max(self.step, 1)}, this run has {self.config.train.rows}: "
                 "samples would be skipped or repeated; keep train.rows, or start in another run.folder",
+            )
+        now = self.loader.stream.contents
+        other = sorted(name for name, was in extra.get("data", {}).items() if now.get(name, was) != was)
+        if other:
+            raise Failed(
+                DATA,
+                f"{', '.join(other)} holds other data than {found} was trained on, so rows would be skipped or repeated; bring "
+                "back the data that was packed then, or start in another run.folder",
             )
         return found
 
@@ -320,7 +330,8 @@ class Trainer:
             self._finish_save(metrics)
             self._save(metrics)
             if self.rank == 0:
-                wish.unlink(missing_ok=True)
+                with suppress(OSError):  # no rank may fail alone
+                    wish.unlink(missing_ok=True)
         elif self.saving is not None:
             late = {"late": float(not self.saving.done())}
             if not largest(late, self.model.mesh.world, self.device)["late"]:
@@ -338,11 +349,15 @@ class Trainer:
             "tokens": self.tokens,
             "samples": self.step * self.config.train.rows,
             "config": self.text,
+            "data": self.loader.stream.contents,
         }
         now = self.stopping is None and self.step < self.config.train.steps and self.config.checkpoint.asynchronous
-        self.saving = checkpoints.save(
-            self.folder.checkpoints, self.model, self.optimizer, extra, step=self.step, asynchronous=now
-        )
+        try:
+            self.saving = checkpoints.save(
+                self.folder.checkpoints, self.model, self.optimizer, extra, step=self.step, asynchronous=now
+            )
+        except checkpoints.NotWritten as error:
+            self._not_saved(error, self.step, metrics)
         if not now:
             self._finish_save(metrics)
 
@@ -351,13 +366,38 @@ class Trainer:
         if self.saving is None:
             return
         begin = time.perf_counter()
-        path, self.saving = self.saving.wait(), None
-        self.newest = f"checkpoints/{path.name}"
-        if self.rank == 0:
-            options = self.config.checkpoint
-            checkpoints.prune(self.folder.checkpoints, options.keep_last, options.keep_every)
+        saving, self.saving = self.saving, None
+        try:
+            path = saving.wait()
+        except checkpoints.NotWritten as error:
+            return self._not_saved(error, saving.step, metrics)
+        self.newest, self.failed_saves = f"checkpoints/{path.name}", 0
+        options = self.config.checkpoint
+        first(
+            self.model.mesh,
+            lambda: bool(checkpoints.prune(self.folder.checkpoints, options.keep_last, options.keep_every)),
+        )
         metrics.event("save", checkpoint=path.name, waited=round(time.perf_counter() - begin, 3))
         log.info("saved %s", path)
+
+    failed_saves = 0  # in a row
+
+    def _not_saved(self, error: checkpoints.NotWritten, step: int, metrics: Metrics) -> None:
+        """A full disk costs a save, not the run: older checkpoints stand. At the end of a run, or again and again, it does."""
+        self.failed_saves += 1
+        most, kept = self.config.checkpoint.failures, self.newest or "no checkpoint yet"
+        metrics.event("save_failed", at_step=step, cause=str(error))
+        last = self.stopping is not None or self.step == self.config.train.steps
+        if last or self.failed_saves >= most:
+            raise Failed(
+                CHECKPOINT,
+                f"step {step} could not be saved ({self.failed_saves} of {most} failures in a row): {error}\n"
+                f"newest checkpoint: {kept}; make room or choose another run.folder, and start the same command again",
+            ) from error
+        log.warning(
+            "step %d could not be saved: %s. Keeping %s; the next try is at step %s (%d of %d failures in a row)",
+            step, error, kept, self._next_save(), self.failed_saves, most,
+        )  # fmt: skip
 
     # -- words ----------------------------------------------------------------------------------------------------------
 
@@ -418,8 +458,11 @@ def _objects_on(device: torch.device) -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
 
 
-def _name(path: Path | None) -> str | None:
-    return None if path is None else path.name
+def _swept(folder: Path) -> bool:
+    """Remove what interrupted saves have left. -> whether there are checkpoints"""
+    for path in checkpoints.remove_unfinished(folder):
+        log.warning("removed unfinished checkpoint %s (an interrupted save)", path.name)
+    return bool(checkpoints.published(folder))
 
 
 def _model_name(config: Config) -> str:
