@@ -1,0 +1,81 @@
+"""Layers that are alike are added up: the same bytes as if they had run, and the longest context by that count."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from ithaca.activations.store import IN_FLIGHT
+from ithaca.cli.main import main
+from ithaca.config.schema import Lora
+from ithaca.planner.alike import left_out
+from ithaca.planner.confirm import confirmed
+from ithaca.planner.dry_run import Case, dry_run
+from ithaca.planner.memory import Memory
+from ithaca.planner.search import plan
+from ithaca.stack import Stack
+
+SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=1024,
+    num_hidden_layers=6, max_position_embeddings=2**24,
+)  # fmt: skip
+LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a layer
+
+
+@pytest.mark.parametrize(
+    ("stack", "context", "world", "lora"),
+    [
+        (Stack(tile=1024), 4096, 1, 0),
+        (Stack(recompute="none", tile=None, shard_parameters=False), 2048, 1, 0),
+        (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, 0),
+        (Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2), 2 * LONG, 2, 8),
+    ],
+    ids=["on the GPU", "nothing recomputed", "host", "disk, composed, LoRA"],
+)
+def test_what_is_added_up_is_what_runs(stack: Stack, context: int, world: int, lora: int):
+    case = Case(
+        AutoConfig.for_model("llama", **SIZES), stack, context, world=world, lora=Lora(rank=lora) if lora else None
+    )
+    every, some = dry_run(case, every=True), dry_run(case)
+    assert (every.executed, some.executed, every.layers, some.layers) == (6, 4, 6, 6)
+    assert (some.host, some.disk) == (every.host, every.disk)
+    for phase, by in every.phases.items():  # single gradients are rounded up, their sum is not
+        assert sum(some.phases[phase].values()) == pytest.approx(sum(by.values()), rel=1e-3), phase
+
+
+def test_layers_that_differ_are_run():
+    assert left_out(32, Stack(), 0) == 28
+    assert left_out(32, Stack(recompute="16 layer + 16 keep_attention"), 2**30) == 0
+    assert left_out(32, Stack(store="host"), IN_FLIGHT // 4) == 0  # still on its way when the last layer begins
+    assert left_out(3, Stack(), 0) == 0
+
+
+@pytest.mark.parametrize("off", [0.9, 1.0, 1.07])
+def test_the_longest_context_is_where_the_count_says(off: float):
+    """The judge sees `off` times what arithmetic sees."""
+    found = plan("llama3_8b", gpus="8xH100-80GB", context="1M", host="4TB")
+    asked: list[int] = []
+
+    def counted(tokens: int) -> Memory:
+        asked.append(tokens)
+        return Memory({"backward": {"kept": int(off * (10e9 + 60e9 * tokens / 2**20))}})
+
+    context, tried = confirmed(found, counted, step=2**16)
+    assert context is not None and len(asked) == len(set(asked)) <= 7
+    by_length = {each.context: each for each in tried}
+    assert not by_length[context].excess and by_length[context + 2**16].excess
+    assert confirmed(found, lambda tokens: Memory({"backward": {"kept": 10**12}}))[0] is None
+    assert replace(found, memory=counted(context)).excess == 0
+
+
+def test_the_command_finds_it(tmp_path, capsys):
+    AutoConfig.for_model("llama", **{**SIZES, "hidden_size": 1024, "head_dim": 128}).save_pretrained(tmp_path)
+    command = ["plan", str(tmp_path), "--gpus", "1xRTX4090-4.5GB", "--max-context", "--dry-run", "--json"]
+    assert main([*command, "--set", "store=gpu,recompute=layer,tile=65536"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    fits = {each["context"]: each["fits"] for each in shown["tried"]}
+    assert fits[shown["context"]] and not fits[shown["context"] + 2**16]
+    assert shown["dry_run"]["executed"] == 4 and shown["dry_run"]["layers"] == 6
