@@ -2,9 +2,9 @@
 
     ITHACA_ALLOW_FAULTS=1 ithaca train run.yaml --fault kill@1:41 --fault stop@2:60:bwd
 
-A fault is `kind[=value]@rank:step[:point][!]`: what happens, on which rank, in which step (the one being trained, counted from 1, as
-messages count; 0 is everything before the first), and where in it. The code that may fail calls `reach(point)`, which does nothing
-unless a fault is armed for this rank, step and point: a set look-up.
+A fault is `kind[=value]@rank:step[:point][!]`: what happens, on which rank, in which step (the one being trained, counted from 1,
+as messages count; 0 is everything before the first), and where in it. The code that may fail calls `reach(point)`, which does
+nothing unless a fault is armed for this rank.
 
 A fault fires once per run folder. Otherwise the run that is restarted because of it would meet it again for ever; a name in
 RUN/faults/ remembers that it has fired, written before it does. With `!` at the end it fires each time: that is how a crash
@@ -131,7 +131,7 @@ _step = 0
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
-    """In a rank: from now on these may fire, those of other ranks left out. folder: the run folder; None = nothing is remembered."""
+    """In a rank: from now on these may fire, except those of other ranks. folder: the run folder; None = nothing is remembered."""
     global _armed, _marks, _step
     _armed = [fault for fault in faults if fault.rank == rank]
     _marks, _step = None if folder is None else folder / "faults", 0
