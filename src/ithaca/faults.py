@@ -137,6 +137,10 @@ def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
     _marks, _step = None if folder is None else folder / "faults", 0
 
 
+def armed() -> bool:
+    return bool(_armed)
+
+
 def at(step: int) -> None:
     """The step that begins."""
     global _step
@@ -161,6 +165,11 @@ def spoil(loss: Any) -> Any:
     if _armed and any([_fires(fault, _step) for fault in list(_armed) if fault.kind == "nan"]):
         return loss * float("nan")
     return loss
+
+
+def slows() -> bool:
+    """Whether this rank is to be slow now."""
+    return any(fault.kind == "slow" and _step >= fault.step for fault in _armed)
 
 
 def drag(seconds: float) -> None:

@@ -98,7 +98,7 @@ def watch(
 ) -> Outcome:
     """One attempt: start, watch, end. Prints nothing about a failure, so that a caller may start another attempt.
 
-    signals: those that have arrived, where the caller collects them. timeouts: of ranks; stacks: folder for those of ranks that hang.
+    signals: those that have arrived, where the caller collects them. timeouts: when a rank hangs; stacks: folder for its stacks.
     inherit: open files that every worker gets too. listening: workers call `stop.listen`, and may start with signals blocked.
     """
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """A rank is asked to stop: SIGTERM, SIGINT (Ctrl-C) or SIGUSR1.
 
 While a run trains, the signal is noted, and the run looks at the note where all ranks can act on it together: they save the
-same step and end with 75. Before the first step there is nothing to save: the rank leaves at once, also with 75. A second signal stops
-at once; within two seconds two count as one, because schedulers signal the launcher and its ranks together, and the launcher
-passes its own on.
+same step and end with 75. Before the first step there is nothing to save: the rank leaves at once, also with 75. A second
+signal stops at once; within two seconds two count as one, because schedulers signal the launcher and its ranks together, and
+the launcher passes its own on.
 
 Our launcher starts workers with these signals blocked, and `listen` lets them in: one that comes while Python itself is still
 starting is not lost, and does not kill.

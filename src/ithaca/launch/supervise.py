@@ -7,8 +7,8 @@
     asked to stop meanwhile                    no
 
 torchrun's agent would restart too; docs/decisions/0017-launch.md says why it is not used. Each attempt has new processes and a
-new store. The launcher holds the run folder for all attempts together, and the workers inherit its lock, so nobody else gets the folder while
-one of them is alive. After the last attempt the launcher writes status.json, because a rank that was killed could not.
+new store. The launcher holds the run folder for all attempts together, and the workers inherit its lock, so nobody else gets the
+folder while one of them is alive. After the last attempt the launcher writes status.json, because a rank that was killed could not.
 """
 
 from __future__ import annotations
