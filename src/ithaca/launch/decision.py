@@ -29,6 +29,7 @@ from ..train.folder import RunFolder
 from . import exits, pulse
 from .cause import Failure, last_line, report
 from .environment import Job, find_job
+from .peers import watch_peers, watch_self
 from .process import say, tie_to_launcher
 from .stop import Stop, StoppedEarly, listen
 from .supervise import supervise
@@ -86,6 +87,7 @@ def plan_workers(config: Config) -> Plan:
 def _alone(config: Config, function: Function) -> int:
     try:
         with listen():
+            pulse.begin(config.launch.timeouts, watch_self(RunFolder(config.run.folder)))
             return _load(function)(config)
     except StoppedEarly as stopped:
         say(str(stopped))
@@ -95,6 +97,8 @@ def _alone(config: Config, function: Function) -> int:
             raise  # it says all there is to say: the command line prints it as it is
         say(Failure.of(error, _log_traceback(config, 0, error)).text)
         return exits.code_of(error)
+    finally:
+        pulse.stop()
 
 
 def _as_rank(config: Config, function: Function, job: Job, timeout: float) -> int:
@@ -103,15 +107,21 @@ def _as_rank(config: Config, function: Function, job: Job, timeout: float) -> in
     stop = Stop()
     try:
         with listen() as stop:
-            pulse.begin(config.launch.timeouts)
+            if job.kind == "local":
+                pulse.begin(config.launch.timeouts)
             _check_numbers(config, job)
             device = "cpu" if config.launch.cpu is not None else "cuda"
             from .rendezvous import join, leave
 
             digest = hashlib.sha256(dump(config).encode()).hexdigest()
             join(job, device, timeout, same=digest)
+            if job.kind != "local":
+                pulse.begin(
+                    config.launch.timeouts, watch_peers(job, config.launch.timeouts, RunFolder(config.run.folder))
+                )
             code = _load(function)(config)
             if code in (exits.DONE, exits.STOPPED):
+                pulse.stop()
                 leave()
                 return code
     except BaseException as error:

@@ -68,7 +68,10 @@ class Pulse:
         self._thread.start()
 
     def stop(self) -> None:
+        """The work is done: nobody shall miss this rank."""
+        self.section("done", 0)
         self._ended.set()
+        self._thread.join(5.0)
 
     def expect(self, seconds: float) -> None:
         """How long a step is planned to take."""
@@ -101,6 +104,7 @@ class Pulse:
     def _repeat(self) -> None:
         while not self._ended.wait(PERIOD):
             self.carry(self.beat())
+        self.carry(self.beat())
 
 
 def place(frame: FrameType) -> tuple[str, bool]:
@@ -140,6 +144,13 @@ def section(name: str, step: int = 0) -> None:
     """The main thread begins something. Nothing happens where nobody listens."""
     if _mine is not None:
         _mine.section(name, step)
+
+
+def stop() -> None:
+    global _mine
+    if _mine is not None:
+        _mine.stop()
+        _mine = None
 
 
 def expect(seconds: float) -> None:
