@@ -102,7 +102,7 @@ def _alone(config: Config, function: Function) -> int:
 
 
 def _as_rank(config: Config, function: Function, job: Job, timeout: float) -> int:
-    if job.kind == "local":
+    if job.kind in ("local", "torchrun"):
         tie_to_launcher(os.environ)
     stop = Stop()
     try:

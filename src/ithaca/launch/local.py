@@ -46,6 +46,7 @@ LOOPBACK = "127.0.0.1"
 SETTLE_SECONDS = 0.5  # after the first failure, for the others to end and to say why
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 TOGETHER_SECONDS = 2.0  # in which ranks that stop together have all ended
+STRAGGLING_SECONDS = 60.0  # in which the last of them may close its trackers
 DUMP_SECONDS = 3.0  # for ranks to write down their stacks
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -209,18 +210,26 @@ class _Run:
         assert worker.end is not None
         if worker.end.status == exits.STOPPED:
             self.stopped_at = self.stopped_at or time.monotonic()
+            if not worker.end.step:  # it left before its first step; without it the others have none either
+                self.failed_at = self.failed_at or time.monotonic()
         if worker.end.status in (exits.DONE, exits.STOPPED) or self.asked:
             return
         self.failed.append(worker.end)
         self.failed_at = self.failed_at or time.monotonic()
 
     def _ask_others_to_stop(self) -> None:
-        if self.stopped_at is None or self.asked or self.passed_on is not None:
+        """Ranks that stop do so together; one that has not come along by then never will."""
+        if self.stopped_at is None or self.asked:
             return
-        if time.monotonic() - self.stopped_at > TOGETHER_SECONDS:
+        since = time.monotonic() - self.stopped_at
+        if since > TOGETHER_SECONDS and self.passed_on is None:
             self.passed_on = signal.SIGTERM
             for worker in self.workers:
                 worker.send(signal.SIGTERM)
+        if since > STRAGGLING_SECONDS:
+            self.asked = True
+            for worker in self.workers:
+                worker.send(signal.SIGKILL, children=True)
 
     def _look_for_hangs(self) -> None:
         now, before = time.monotonic(), self.awake

@@ -134,8 +134,8 @@ def catch_signals(numbers: Sequence[int]) -> Iterator[list[int]]:
 
 
 def tie_to_launcher(environ: Mapping[str, str]) -> None:
-    """In a worker: die with the launcher, however it dies."""
-    launcher = int(environ[LAUNCHER])
+    """In a worker: die with the launcher, however it dies. Ours, or torchrun's agent."""
+    launcher = int(environ[LAUNCHER]) if LAUNCHER in environ else os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it died before we asked
         os._exit(exits.LOST)

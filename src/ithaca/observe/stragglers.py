@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-WINDOW = 8  # steps
+WINDOW = 9  # steps; odd, so that the median is a step that was
 SLOWER = 1.5  # times the median
 FELT = 0.02  # of a step
 
