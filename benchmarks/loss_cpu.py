@@ -121,7 +121,7 @@ def child(options: argparse.Namespace) -> None:
     if options.method == "exact":
         torch.save(found, kept)
     else:
-        exact = torch.load(kept)
+        exact = torch.load(kept, weights_only=True)
         errors = {name: distance(found[name], exact[name]) for name in found}  # pyright: ignore[reportArgumentType]
     print(json.dumps({"seconds": min(seconds), "growth": growth, "dtype": str(value.dtype), **errors}))
 

@@ -205,7 +205,7 @@ def full_disk(folder: str, asynchronous: bool) -> list[Any]:
 def test_a_full_disk_on_one_rank_costs_that_save_only(workers: Workers, tmp_path: Path, asynchronous: bool):
     for error, left in workers.run(full_disk, str(tmp_path), asynchronous, world=2):
         assert "writing" in error and "failed on rank 1: OSError: [Errno 27] File too large" in error
-        assert left == ["LATEST", "step-1"]
+        assert left == ["LATEST", "RUN", "step-1"]
     assert files.latest(tmp_path) == tmp_path / "step-3" and files.verify(tmp_path / "step-3") == []
 
 

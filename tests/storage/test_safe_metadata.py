@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ithaca.storage import files
 from ithaca.storage.checkpoint import CheckpointError, load, save
+from ithaca.storage.digest import digests
 from ithaca.storage.export import export_checkpoint
 from ithaca.storage.safe_metadata import read_metadata
 
@@ -51,8 +52,8 @@ def forge(path: Path, content: Any) -> None:
     """Replace the records, and the manifest with them, as an attacker would."""
     (path / ".metadata").write_bytes(pickle.dumps(content))
     manifest = json.loads((path / "manifest.json").read_text())
-    about = {"size": (path / ".metadata").stat().st_size, "sha256": files.sha256_of(path / ".metadata")}
-    manifest["files"][".metadata"] = about
+    (digest,) = digests({"": path / ".metadata"}).values()
+    manifest["files"][".metadata"] = {"size": (path / ".metadata").stat().st_size, "sha256": digest}
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert files.verify(path) == []
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..redact import redacted
 
 _HELP = """\
 Prints versions, GPUs, memory, limits and attention kernels as a block to paste into a report, and what is missing for speed. The
@@ -68,7 +69,7 @@ def _system() -> dict[str, Any]:
 
 
 def _private(value: Any, hidden: list[tuple[re.Pattern[str], str]] | None = None) -> Any:
-    """The block without home folder, host name and user name, wherever a message brought them in."""
+    """The block without secrets, home folder, host name and user name, wherever a message brought them in."""
     if hidden is None:
         hidden = _hidden()
     if isinstance(value, dict):
@@ -76,6 +77,7 @@ def _private(value: Any, hidden: list[tuple[re.Pattern[str], str]] | None = None
     if isinstance(value, list):
         return [_private(each, hidden) for each in value]
     if isinstance(value, str):
+        value = redacted(value)
         for pattern, instead in hidden:
             value = pattern.sub(instead, value)
     return value

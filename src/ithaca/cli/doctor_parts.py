@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sizes import format_bytes
+from ..floors import too_old
 
 _CORE = ("torch", "transformers", "triton", "numpy", "safetensors")
 _HEAD_DIM = 128  # of most models; kernels are asked about it
@@ -143,6 +144,10 @@ def hints(block: dict[str, Any]) -> list[dict[str, str]]:
         )
     elif not gpu:
         found.append({"what": "no GPU", "why": "training runs on the CPU: fine for a try, not for long contexts"})
+    for text in too_old(packages):
+        what, _, why = text.partition(": ")
+        why, _, command = why.rpartition("; ")
+        found.append({"what": what, "why": why, "command": command})
     for package, command, why in OPTIONAL:
         if packages.get(package, "") is not None:
             continue

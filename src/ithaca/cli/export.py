@@ -59,10 +59,10 @@ def _carry_out(options: argparse.Namespace) -> int:
 
     from ..config.sizes import parse_bytes
     from ..storage.export import export_checkpoint, find_checkpoint
-    from ..storage.files import STATE, read_json
+    from ..storage.files import read_state
 
     checkpoint = find_checkpoint(options.source)
-    record = read_json(checkpoint / STATE)
+    record = read_state(checkpoint)
     config = _run_config(checkpoint)
     lora = None if config is None else config.model.lora
     merge = options.merge if options.merge is not None else lora is not None and lora.merge_on_export

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..train.ends import Failed
+from .ckpt import add_ckpt
 from .data import add_data
 from .doctor import add_doctor
 from .export import add_export
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_train(verbs)
     add_verify(verbs)
     add_data(verbs)
+    add_ckpt(verbs)
     add_export(verbs)
     add_report(verbs)
     add_recipes(verbs)
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.traceback:
             raise
         print(f"ithaca {options.verb}: {error}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_code", 2)
     except Failed as error:
         if options.traceback:
             raise

@@ -185,6 +185,7 @@ class Checkpoint:
         None, "Of the others, those at multiples of so many steps stay; null = none.", least=1
     )
     asynchronous: bool = option(True, "Write while training goes on.")
+    failures: int = option(3, "Saves in a row that may fail because of the disk; then the run stops.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..floors import require_floors
 from .source import Files, Part, Piece, Source, did_you_mean, offsets_of
 
 _CHUNK = 1 << 18  # bytes of a text, tokens of an array
@@ -162,6 +163,7 @@ def _parquet_file(path: str) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"reading {path} needs the package pyarrow; install it: pip install pyarrow") from None
+    require_floors("pyarrow")
     try:
         return pyarrow.parquet.ParquetFile(path, memory_map=False)
     except (pyarrow.ArrowException, OSError) as error:
@@ -213,6 +215,7 @@ def open_dataset(source: Source) -> Any:
         raise ValueError(
             f"reading {source.path} needs the package datasets; install it: pip install datasets"
         ) from None
+    require_floors("datasets", "pyarrow")
     name = source.path.removeprefix("hf:")
     try:
         if Path(name).expanduser().is_dir() and not source.path.startswith("hf:"):

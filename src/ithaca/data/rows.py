@@ -154,6 +154,11 @@ class Stream:
         return ", ".join(source.name for source in self.sources)
 
     @property
+    def contents(self) -> dict[str, str]:
+        """Name -> what changes with the content, of the sources that are files; a run goes on with these only."""
+        return {source.name: source.packed.identity for source in self.sources if isinstance(source, Rows)}
+
+    @property
     def context(self) -> int:
         return self.sources[0].context
 

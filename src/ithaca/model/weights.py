@@ -131,7 +131,10 @@ class Folder:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
             where: dict[str, str] = json.loads(index.read_text()).get("weight_map", {})
-            self.where = {name: folder / Path(file).name for name, file in where.items()}
+            for file in where.values():
+                if file != os.path.basename(file) or file in ("", ".", ".."):
+                    raise ValueError(f"{index} points to {file!r}, which is no file of this folder; download it again")
+            self.where = {name: folder / file for name, file in where.items()}
         elif single.exists():
             with safe_open(single, "pt") as opened:
                 self.where = dict.fromkeys(opened.keys(), single)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..model.config import read_config
 from .model import PRESETS
 
 
@@ -22,4 +23,4 @@ def hf_config(what: str) -> Any:
         settings = preset_settings(what)
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     path = Path(what)
-    return AutoConfig.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True)
+    return read_config(path if path.is_dir() else path.parent)

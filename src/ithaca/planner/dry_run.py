@@ -147,7 +147,8 @@ def _build(case: Case, config: Any) -> nn.Module:
 
     narrow = case.lora is not None or not case.stack.shard_parameters
     with _disable_current_modes(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=case.dtype if narrow else torch.float32)
+        dtype = case.dtype if narrow else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model = model if case.lora is None else with_lora(model, case.lora, 0)
     made: dict[int, nn.Parameter] = {}  # a tied parameter sits in several modules and must stay one
     for module in model.modules():

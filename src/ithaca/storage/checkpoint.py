@@ -8,7 +8,7 @@
 
 Tensors go through torch.distributed.checkpoint (DCP): each rank writes its shards, and reads the parts of other ranks' shards that
 it needs, so the number of ranks, the ulysses/ring split and the rest of the stack may change in between. Everything else is JSON
-(`state.json`). The folder is published as files.py describes; until then older checkpoints stand as they were.
+(`state.json`). The folder is published as publish.py describes; until then older checkpoints stand as they were.
 
 An asynchronous save copies the shards to host memory, which takes as much again as a rank's parameters and states, and returns;
 a thread writes them. Its collectives run on a group of their own, for the training's would get between them. Publishing is never
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
+import socket
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -35,32 +35,42 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from ..faults import reach
 from ..run import Run
 from . import rng
 from .dcp_errors import ALONE, plainly
 from .describe import describe_model, versions
-from .files import FORMAT, STATE, CheckpointError, latest, prune, publish, remove_unfinished, start, verify, write_json
+from .files import FORMAT, STATE, CheckpointError, Damaged, NotWritten, latest, published, verify
 from .fingerprint import fingerprints
+from .keep import prune, remove_unfinished
 from .loading import load
+from .publish import Draft, probe, publish, start, write_json
 from .ranks import alone, each, first, gather
 from .shards import copied
 from .state import at_rest, frozen_of, model_tensors, optimizer_state, size
 from .writer import HashingWriter
 
-__all__ = ["CheckpointError", "Saving", "save", "load", "latest", "verify", "prune", "remove_unfinished"]
+__all__ = [
+    "CheckpointError", "Damaged", "NotWritten", "Saving", "save", "load", "ready", "latest", "published", "verify", "prune",
+    "remove_unfinished",
+]  # fmt: skip
 
 
 class Saving:
     """A save under way. `poll` and `wait` are collective: every rank calls them, at the same point."""
 
-    def __init__(self, run: Run, hidden: Path, step: int, name: str, writer: HashingWriter) -> None:
-        self.mesh, self.hidden, self.step, self.name, self.writer = run.mesh, hidden, step, name, writer
+    def __init__(self, run: Run, draft: Draft, writer: HashingWriter) -> None:
+        self.mesh, self.draft, self.writer = run.mesh, draft, writer
         self.path: Path | None = None
         """The published checkpoint; None until then."""
         self.entries: dict[str, Any] = {}
         self._future: Future[Any] | None = None
         self._group: dist.ProcessGroup | None = None
-        self._error: str | None = None
+        self._error: CheckpointError | None = None
+
+    @property
+    def step(self) -> int:
+        return self.draft.step
 
     def done(self) -> bool:
         """Whether this rank has written its part. Local, costs nothing."""
@@ -77,12 +87,12 @@ class Saving:
         if self.path is not None:
             return self.path
         if self._error is not None:
-            raise CheckpointError(self._error)
+            raise self._error
         with self._or_give_up():
             each(self.mesh, self._finish)
             entries = {name: entry for rank in gather(self.mesh, self.writer.entries) for name, entry in rank.items()}
             files = {**self.entries, **entries}
-            self.path = Path(first(self.mesh, lambda: str(publish(self.hidden, self.step, self.name, files))))
+            self.path = Path(first(self.mesh, lambda: str(publish(self.draft, files))))
         self._leave()
         return self.path
 
@@ -92,10 +102,10 @@ class Saving:
         try:
             yield
         except CheckpointError as error:
-            self._error = str(error)
+            self._error = error
             self._leave()
             if self.mesh.world.rank == 0:
-                shutil.rmtree(self.hidden, ignore_errors=True)
+                shutil.rmtree(self.draft.hidden, ignore_errors=True)
             raise
 
     def _leave(self) -> None:
@@ -103,9 +113,15 @@ class Saving:
             dist.destroy_process_group(self._group)
             self._group = None
 
+    def _begin(self, tensors: dict[str, Any]) -> None:
+        """Write in a thread."""
+        if self._group is None:
+            warnings.filterwarnings("ignore", message=ALONE)  # raised in the thread, where it cannot be caught
+        self._future = dcp.async_save(tensors, storage_writer=self.writer, process_group=self._group)  # pyright: ignore
+
     def _finish(self) -> None:
         if self._future is not None:
-            with plainly(f"writing {self.hidden}"):
+            with plainly(f"writing {self.draft.hidden}"):
                 self._future.result()
 
 
@@ -125,45 +141,59 @@ def save(
     mesh = run.mesh
     if mesh.world.pg is not None and alone(mesh):
         raise CheckpointError("a rank-of-N run has no peers that hold the other shards; there is nothing to save")
-    each(mesh, lambda: _check(run, extra))
+    each(mesh, lambda: _check(run, extra, step))
     tensors = model_tensors(run)
     about = None
     if optimizer is not None:
         state = optimizer_state(run, optimizer)
         tensors.update(state.tensors)
         about = state.about
-    record = {
-        "format": FORMAT,
-        "step": step,
-        "seed": extra.get("seed", torch.initial_seed()),
-        "extra": extra,
-        "model": {**describe_model(run), "base": fingerprints(frozen_of(run), mesh)},
-        "optimizer": about,
-        "world": {"size": mesh.world.size, "stack": asdict(run.stack), "device": mesh.device.type},
-        "versions": versions(),
-        "rng": gather(mesh, rng.capture(mesh.device)),
-    }
-    folder, name = Path(folder), first(mesh, lambda: uuid.uuid4().hex[:8])
-    hidden = Path(first(mesh, lambda: str(start(folder, step, name, size(tensors)))))
-    saving = Saving(run, hidden, step, name, HashingWriter(hidden))
+    draft = first(mesh, lambda: start(Path(folder), step, size(tensors)))
+    saving = Saving(run, draft, HashingWriter(draft.hidden, step))
     with saving._or_give_up():
-        saving.entries = first(mesh, lambda: _write_record(hidden, record))
+        record = {
+            "format": FORMAT,
+            "run": draft.run,
+            "save": draft.save,
+            "step": step,
+            "seed": extra.get("seed", torch.initial_seed()),
+            "extra": extra,
+            "model": {**each(mesh, lambda: describe_model(run)), "base": fingerprints(frozen_of(run), mesh)},
+            "optimizer": about,
+            "world": {"size": mesh.world.size, "stack": asdict(run.stack), "device": mesh.device.type},
+            "versions": versions(),
+            "rng": gather(mesh, each(mesh, lambda: rng.capture(mesh.device))),
+        }
+        saving.entries = first(mesh, lambda: _write_record(draft.hidden, record))
         if asynchronous:
             tensors = each(mesh, lambda: copied(tensors))  # which training cannot change while they are written
+            if dist.is_initialized():
+                saving._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
+            each(mesh, lambda: saving._begin(tensors))
         else:
             each(mesh, lambda: _write(tensors, saving.writer, mesh.world.pg))
     if not asynchronous:
         saving.wait()
-        return saving
-    if dist.is_initialized():
-        saving._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        warnings.filterwarnings("ignore", message=ALONE)  # raised in the thread, where it cannot be caught
-    saving._future = dcp.async_save(tensors, storage_writer=saving.writer, process_group=saving._group)  # pyright: ignore
     return saving
 
 
-def _check(run: Run, extra: dict[str, Any]) -> None:
+def ready(folder: Path, run: Run) -> None:
+    """Raise now what a save would raise later: whether rank 0 can write checkpoints here, and every rank sees them. Collective."""
+    mesh, folder = run.mesh, Path(folder)
+    first(mesh, lambda: probe(folder))
+
+    def look() -> None:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is not there on {socket.gethostname()}, though rank 0 has made it; checkpoints need a folder on a "
+                "file system that all nodes see"
+            )
+
+    each(mesh, look)
+
+
+def _check(run: Run, extra: dict[str, Any], step: int) -> None:
+    reach("save.begin", step)
     at_rest(run)
     try:
         json.dumps(extra)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .files import CheckpointError
+from .files import CheckpointError, NotWritten
 
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # torch warns of one process without a group
 
@@ -22,8 +22,10 @@ def plainly(doing: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from None
+        kind = NotWritten if isinstance(cause, OSError) else CheckpointError
+        raise kind(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from None
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error}") from error
+        kind = NotWritten if isinstance(error, OSError) else CheckpointError
+        raise kind(f"{doing} failed: {type(error).__name__}: {error}") from error

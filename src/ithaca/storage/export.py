@@ -24,12 +24,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..floors import require_floors
 from ..mesh import Group, Mesh
+from ..model.config import harmless
 from ..model.families import FAMILIES
 from ..model.weights import Folder, saved_name
 from ..run import Run
 from .dcp_errors import plainly
-from .files import STATE, CheckpointError, damage, latest, listed, read_json, verify
+from .files import CheckpointError, damage, latest, listed, read_state, verify
 from .fingerprint import fingerprint
 from .hf_folder import Outgoing, empty_model, write_folder
 from .ranks import each
@@ -90,11 +92,12 @@ def export_checkpoint(
 
     base_folder: of a LoRA checkpoint to be merged, the base model; None = where the run had it from. Another base is refused.
     """
+    require_floors("torch", "transformers", "safetensors")
     path = find_checkpoint(Path(checkpoint))
     problems = verify(path)
     if problems:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems[:5])}; export another one")
-    record = read_json(path / STATE)
+    record = read_state(path)
     about = record["model"]
     model, config = _rebuild(about, path)
     adapters = bool(about["adapters"]) and not merge_lora
@@ -181,11 +184,11 @@ def _rebuild(about: dict[str, Any], path: Path) -> tuple[nn.Module, Any]:
     """The model of a checkpoint, without numbers, and its config."""
     from transformers import AutoConfig
 
-    settings = {key: value for key, value in about["config"].items() if not key.startswith("_")}
+    settings = {key: value for key, value in about["config"].items() if not key.startswith("_") and key != "auto_map"}
     kind = settings.get("model_type")
     if kind not in FAMILIES:
         raise CheckpointError(f"{path} holds a {kind!r} model, which this ithaca does not know")
-    config = type(AutoConfig.for_model(kind)).from_dict(settings)
+    config = harmless(type(AutoConfig.for_model(kind)).from_dict(settings))
     config._name_or_path = about["name_or_path"]
     model = empty_model(config)
     if about["adapters"]:
@@ -204,6 +207,7 @@ def _with_adapters(model: nn.Module, adapters: dict[str, Any]) -> nn.Module:
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")  # about patterns that match nothing
         for name, settings in adapters.items():
+            _check_adapter(settings)
             config = PeftConfig.from_peft_type(**settings)
             config.inference_mode = False
             if wrapped is None:
@@ -211,6 +215,26 @@ def _with_adapters(model: nn.Module, adapters: dict[str, Any]) -> nn.Module:
             else:
                 wrapped.add_adapter(name, config)
     return wrapped
+
+
+_LOADS = (
+    "megatron_core",
+    "megatron_config",
+    "auto_mapping",
+    "corda_config",
+    "eva_config",
+    "lora_ga_config",
+    "loftq_config",
+)
+
+
+def _check_adapter(settings: dict[str, Any]) -> None:
+    """These settings come from a file. PEFT imports modules that some of them name, and unpickles files that others do."""
+    usual = settings.get("megatron_core") in (None, "megatron.core")
+    named = [key for key in _LOADS if settings.get(key) and not (key == "megatron_core" and usual)]
+    if settings.get("peft_type") != "LORA" or named:
+        what = f"settings {', '.join(named)}" if named else f"adapters of type {settings.get('peft_type')!r}"
+        raise CheckpointError(f"refusing to build a model with {what}: they can load code; LoRA alone is known here")
 
 
 def _generation(about: dict[str, Any]) -> Any:

@@ -1,4 +1,8 @@
-"""Back from disk: `load` checks that a checkpoint is whole and fits the run, then writes into the run's own tensors."""
+"""Back from disk: `load` checks that a checkpoint is whole and fits the run, then writes into the run's own tensors.
+
+Of a folder of checkpoints the newest good one is taken: one that turns out to be damaged is passed over, loudly. One that does not
+fit, or that could run code, stops everything: an older one would not be what was asked for.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from ..faults import reach
+from ..floors import require_floors
 from ..run import Run
 from . import rng
 from .dcp_errors import plainly
-from .files import STATE, CheckpointError, changed, damage, latest, listed, read_json, step_of
+from .files import CheckpointError, Damaged, changed, complete, damage, listed, published, read_state, step_of
 from .fingerprint import fingerprints
 from .low_bit import crossings, narrow, parts_of, widen
 from .ranks import each, first
@@ -39,12 +45,15 @@ def load(
 ) -> dict[str, Any]:
     """Bring a run to where it was saved. Collective. -> what `save` was given as extra, and "step"
 
-    folder: a checkpoint (`step-N`), or a folder of them, of which the newest complete one is taken.
+    folder: a checkpoint (`step-N`), or a folder of them, of which the newest good one is taken; Damaged if there is none.
     check_hashes: read every byte first, each rank its share; without it a changed byte goes unnoticed.
     Options of the optimizer (learning rate, weight decay, ...) are those of the checkpoint; change them afterwards.
     """
     mesh = run.mesh
-    path = Path(first(mesh, lambda: str(_find(Path(folder)))))
+    require_floors("torch")
+    each(mesh, lambda: reach("load"))
+    path = _good(Path(folder), run, check_hashes)
+    log.info("loading %s", path)
 
     def refuse_if(what: str, find: Callable[[], list[str]], fix: str) -> None:
         each(mesh, lambda: _refuse(path, what, find(), fix))
@@ -53,10 +62,7 @@ def load(
         each(mesh, lambda: _read(tensors, SafeReader(path, metadata), mesh.world.pg))
 
     files = each(mesh, lambda: listed(path))
-    if check_hashes:
-        mine = sorted(files)[mesh.world.rank :: mesh.world.size]
-        refuse_if("is damaged", lambda: changed(path, mine), _ANOTHER)
-    record = each(mesh, lambda: read_json(path / STATE))
+    record = each(mesh, lambda: read_state(path))
     metadata = each(mesh, lambda: read_metadata(path, files))
     each(mesh, lambda: at_rest(run))
     base = fingerprints(frozen_of(run), mesh)
@@ -103,21 +109,51 @@ _SAME_BASE = "load the base the adapters were trained on, in the same dtype"
 _SAME_OPTIMIZER = "make the optimizer as it was when saved, or load without one to start it afresh"
 
 
-def _find(folder: Path) -> Path:
+def _good(folder: Path, run: Run, check_hashes: bool) -> Path:
+    """The newest checkpoint that is as it was saved. Collective: each rank reads its share."""
+    mesh = run.mesh
+    candidates = [Path(each) for each in first(mesh, lambda: [str(path) for path in _candidates(folder)])]
+    for path, older in zip(candidates, [*candidates[1:], None], strict=True):
+
+        def look(path: Path = path) -> None:
+            names = sorted(listed(path))[mesh.world.rank :: mesh.world.size] if check_hashes else []
+            _refuse(path, "is damaged", changed(path, names), _ANOTHER, Damaged)
+            read_state(path)
+
+        try:
+            each(mesh, look)
+            return path
+        except Damaged as error:
+            if older is None:
+                raise
+            if mesh.world.rank == 0:
+                log.warning("%s. Using %s. 'ithaca ckpt verify %s' lists all damage", error, older.name, path)
+    raise AssertionError("_candidates gives at least one")
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Newest first, names and sizes checked; at least one."""
     if step_of(folder) is not None or not folder.is_dir():
-        found = folder
-    else:
-        found = latest(folder)
-        if found is None:
-            raise CheckpointError(f"{folder} has no complete checkpoint; start without one")
-    _refuse(found, "is damaged", damage(found), _ANOTHER)
+        _refuse(folder, "is damaged", damage(folder), _ANOTHER, Damaged)
+        return [folder]
+    found = complete(folder)
+    if not found and (damaged := published(folder)):
+        names = ", ".join(path.name for path in damaged[:5])
+        raise Damaged(
+            f"{folder} has no good checkpoint: {names} {'is' if len(damaged) == 1 else 'are'} damaged. 'ithaca ckpt verify "
+            f"{folder}' lists the damage. Fix: restore one from a copy, or move them away to start from the beginning"
+        )
+    if not found:
+        raise CheckpointError(f"{folder} has no complete checkpoint; start without one")
     return found
 
 
-def _refuse(path: Path, what: str, problems: list[str], fix: str) -> None:
+def _refuse(
+    path: Path, what: str, problems: list[str], fix: str, kind: type[CheckpointError] = CheckpointError
+) -> None:
     if problems:
         more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"checkpoint {path} {what}: {'; '.join(problems[:5])}{more}. Fix: {fix}")
+        raise kind(f"checkpoint {path} {what}: {'; '.join(problems[:5])}{more}. Fix: {fix}")
 
 
 def _base_differences(model: dict[str, Any], base: dict[str, str]) -> list[str]:

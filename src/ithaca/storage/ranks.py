@@ -1,7 +1,7 @@
 """One rank acts, all ranks know the outcome.
 
 A rank that fails alone in a file operation leaves the others waiting in their next collective, for ever. So whatever only some
-ranks do is wrapped here: results and errors reach everybody, and everybody raises the same `CheckpointError`.
+ranks do is wrapped here: results and errors reach everybody, and everybody raises the same `CheckpointError`, of the same kind.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..mesh import Mesh
-from .files import CheckpointError
+from .files import CheckpointError, Damaged, NotWritten
 
 log = logging.getLogger("ithaca")
 Result = TypeVar("Result")
+Problem = tuple[str, str]  # kind of the error, and its words: exceptions themselves do not travel well
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, Damaged, NotWritten)}
 
 
 def alone(mesh: Mesh) -> bool:
@@ -35,11 +37,12 @@ def gather(mesh: Mesh, value: Any) -> list[Any]:
 
 def each(mesh: Mesh, act: Callable[[], Result]) -> Result:
     """Call on every rank; if one fails, all raise. -> this rank's result"""
-    result, error = _try(act)
-    try:
-        mesh.agree(error)
-    except ValueError as problem:
-        raise CheckpointError(str(problem)) from None
+    result, problem = _try(act)
+    bad = [(rank, each) for rank, each in enumerate(gather(mesh, problem)) if each is not None]
+    if bad:
+        rank, (kind, text) = bad[0]
+        more = f" ({len(bad)} of {mesh.world.size} ranks report an error)" if len(bad) > 1 else ""
+        raise _KINDS[kind](text if mesh.world.size == 1 else f"rank {rank}: {text}{more}")
     return result
 
 
@@ -48,19 +51,22 @@ def first(mesh: Mesh, act: Callable[[], Result]) -> Result:
     outcome = [_try(act) if mesh.world.rank == 0 else (None, None)]
     if not alone(mesh):
         dist.broadcast_object_list(outcome, src=0, group=mesh.world.pg)
-    result, error = outcome[0]
-    if error:
-        raise CheckpointError(error)
+    result, problem = outcome[0]
+    if problem is not None:
+        raise _KINDS[problem[0]](problem[1])
     return result  # pyright: ignore[reportReturnType]
 
 
-def _try(act: Callable[[], Any]) -> tuple[Any, str | None]:
+def _try(act: Callable[[], Any]) -> tuple[Any, Problem | None]:
     try:
         return act(), None
+    except CheckpointError as error:
+        return None, (type(error).__name__, str(error))
     except ValueError as error:
-        return None, str(error)
+        return None, ("CheckpointError", str(error))
     except OSError as error:
-        return None, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        where = f": {error.filename}" if error.filename else ""
+        return None, ("NotWritten", f"{error.strerror or error}{where}")
     except Exception as error:  # a bug here must not hang the other ranks
         log.exception("unexpected")
-        return None, f"{type(error).__name__}: {error}"
+        return None, ("CheckpointError", f"{type(error).__name__}: {error}")

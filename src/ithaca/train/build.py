@@ -21,6 +21,7 @@ from torch import nn
 
 from ..config.schema import Config, Lora, Model
 from ..launch.exits import MEMORY
+from ..model.config import read_config
 from ..parallelize import prepare
 from ..planner.hardware import GPUS, Hardware
 from ..planner.model import sizes_of
@@ -45,9 +46,7 @@ def model_config(options: Model, context: int) -> Any:
         settings = dict(PRESETS[options.folder])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     else:
-        config = AutoConfig.from_pretrained(
-            options.folder, trust_remote_code=options.trust_remote_code, local_files_only=True
-        )
+        config = read_config(options.folder, trust_remote_code=options.trust_remote_code)
     if options.rope is not None:
         config.rope_parameters = _with_rope(config.rope_parameters, options)
     longest = getattr(config, "max_position_embeddings", None) or context

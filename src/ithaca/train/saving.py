@@ -1,8 +1,7 @@
-"""The checkpoints of a run: when one is begun, when it counts, and what happens if one cannot be written.
+"""The checkpoints of a run: begun, published, counted, and what happens if one cannot be written.
 
-A save between steps that fails (a full disk) does not end the run: what was published before still stands, so training goes on
-and the next one is due at its time; the third failure in a row ends it. A save that was asked for, and the one at the end, must
-succeed.
+A save that fails because of the disk does not end the run: older checkpoints stand, training goes on, and the next one is due at
+its time. At the end of a run, or after `checkpoint.failures` in a row, it does.
 
 How long one takes is measured, because it decides whether a signal leaves enough time: a scheduler that kills 30 s after its
 signal needs the rest of a step and a save to fit into that.
@@ -13,19 +12,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config.schema import Config
+from ..launch.exits import CHECKPOINT
 from ..run import Run
 from ..storage import checkpoint as checkpoints
+from ..storage.checkpoint import prune
+from ..storage.ranks import first
+from .ends import Failed
 from .folder import RunFolder
 
 log = logging.getLogger("ithaca")
 
-FAILURES = 3  # in a row, of saves that nobody waits for
 _TORCHRUN_GRACE = 30.0  # its --shutdown-timeout
 
 
@@ -36,58 +37,54 @@ class Saver:
         self.seconds: float | None = None  # that the last one took to write
         self.pending: checkpoints.Saving | None = None
         self._began = 0.0
-        self._must = False
-        self._failed = 0
+        self._failed = 0  # saves in a row
         self._warned = False
 
     def due(self, step: int) -> bool:
         return self.options.every is not None and step % self.options.every == 0
 
-    def begin(self, step: int, extra: dict[str, Any], *, must: bool) -> None:
-        """must: wait for it, and raise if it cannot be written. Publishes the one before first."""
-        self._began, self._must = time.perf_counter(), must
-        later = self.options.asynchronous and not must
-        try:
-            self.pending = checkpoints.save(
-                self.folder.checkpoints, self.run, self.optimizer, extra, step=step, asynchronous=later
-            )
-        except checkpoints.CheckpointError as error:
-            self._fail(step, error)
-            return
-        future = getattr(self.pending, "_future", None)
-        if later and future is not None:
-            future.add_done_callback(lambda _: self._written())
-        else:
+    def begin(self, step: int, extra: dict[str, Any], *, wait: bool) -> None:
+        """wait: it is written when this returns. NotWritten if that cannot be done, as in `finish`; collective, as is that."""
+        self._began = time.perf_counter()
+        later = self.options.asynchronous and not wait
+        self.pending = checkpoints.save(
+            self.folder.checkpoints, self.run, self.optimizer, extra, step=step, asynchronous=later
+        )
+        future = self.pending._future
+        if future is None:
             self._written()
+        else:
+            future.add_done_callback(lambda _: self._written())
 
     def _written(self) -> None:
         self.seconds = time.perf_counter() - self._began
 
-    def finish(self) -> str | None:
-        """Publish what is being written; it counts from here on. Collective. -> its name"""
-        if self.pending is None:
-            return None
+    def finish(self) -> str:
+        """Publish what is being written; it counts from here on. -> its name"""
+        assert self.pending is not None
         pending, self.pending = self.pending, None
-        try:
-            path = pending.wait()
-        except checkpoints.CheckpointError as error:
-            self._fail(pending.step, error)
-            return None
+        path = pending.wait()
         self._failed = 0
         self.newest = f"{self.folder.checkpoints.name}/{path.name}"
-        if self.run.mesh.world.rank == 0:
-            checkpoints.prune(self.folder.checkpoints, self.options.keep_last, self.options.keep_every)
+        options = self.options
+        first(self.run.mesh, lambda: bool(prune(self.folder.checkpoints, options.keep_last, options.keep_every)))
         log.info("saved %s", path)
         return path.name
 
-    def _fail(self, step: int, error: checkpoints.CheckpointError) -> None:
+    def forgive(self, error: checkpoints.NotWritten, step: int, again: int | None, needed: bool) -> str:
+        """A save has failed. -> words for it; or Failed, if it was needed or one too many. again: step of the next."""
         self._failed += 1
-        if self._must or self._failed >= FAILURES:
-            raise error
-        again = f"; the next try is at step {step + self.options.every}" if self.options.every else ""
-        kept = f"{Path(self.newest).name} stands" if self.newest else "there is none yet"
-        if self.run.mesh.world.rank == 0:
-            log.warning("step %d was not saved: %s; %s%s", step, error, kept, again)
+        most, kept = self.options.failures, self.newest or "no checkpoint yet"
+        if needed or self._failed >= most:
+            raise Failed(
+                CHECKPOINT,
+                f"step {step} could not be saved ({self._failed} of {most} failures in a row): {error}\n"
+                f"newest checkpoint: {kept}; make room or choose another run.folder, and start the same command again",
+            ) from error
+        return (
+            f"step {step} could not be saved: {error}. Keeping {kept}; the next try is at step {again} ({self._failed} of {most} "
+            "failures in a row)"
+        )
 
     def too_slow(self, grace: float | None, step: float | None) -> str | None:
         """Once: whether a signal leaves too little time for the rest of a step and a save."""

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,12 @@ from ..observe.stragglers import Stragglers
 from ..observe.text import Facts, headline
 from ..planner.search import Plan
 from ..planner.shortage import gpu_shortage, host_shortage
+from ..redact import redacted
 from ..report import write_report
 from ..stack import Stack
 from ..storage import checkpoint as checkpoints
-from ..storage.files import STATE, read_json
+from ..storage.files import read_state
+from ..storage.ranks import first
 from .agreement import Agreement
 from .build import automatic_stack, is_preset, model_config, planned, prepared
 from .ends import Failed
@@ -119,7 +121,7 @@ class Trainer:
         if self.plan is None and rank == 0 and self.device.type == "cuda":
             self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
-        self.text = text if text is not None and config.stack.chosen else dump(self.config)
+        self.text = redacted(text if text is not None and config.stack.chosen else dump(self.config))
         self.step = 0
         self.tokens = 0
         self.stopping: str | None = None
@@ -286,18 +288,17 @@ class Trainer:
             raise Failed(DATA, str(error)) from error
 
     def _resume(self, saver: Saver, allow_change: bool) -> str | None:
-        """Load the newest checkpoint, if there is one. -> its name"""
-        if self.rank == 0:
-            for path in checkpoints.remove_unfinished(self.folder.checkpoints):
-                self.display.say(f"removed {path.name}: a save that was interrupted")
-        found = self._from_first(lambda: _name(checkpoints.latest(self.folder.checkpoints)))
-        if found is None:
-            return None
-        self.display.doing(f"loading {found}")
+        """Load the newest good checkpoint, if there is any. -> its name"""
+        folder = self.folder.checkpoints
         try:
-            extra = checkpoints.load(self.folder.checkpoints / found, self.model, self.optimizer)
+            checkpoints.ready(folder, self.model)
+            if not first(self.model.mesh, lambda: _swept(folder)):
+                return None
+            self.display.doing("loading a checkpoint")
+            extra = checkpoints.load(folder, self.model, self.optimizer)
         except ValueError as error:
             raise Failed(CHECKPOINT, str(error)) from error
+        found = f"step-{extra['step']}"
         self.step, self.tokens, saver.newest = extra["step"], extra["tokens"], f"checkpoints/{found}"
         if extra["samples"] != self.step * self.config.train.rows:
             raise Failed(
@@ -305,9 +306,16 @@ class Trainer:
                 f"{found} was made with train.rows={extra['samples'] // max(self.step, 1)}, this run has {self.config.train.rows}: "
                 "samples would be skipped or repeated; keep train.rows, or start in another run.folder",
             )
-        if self.rank == 0:
-            before = read_json(self.folder.checkpoints / found / STATE)
-        problem, lines = self._from_first(lambda: compare(before, self.text, self.stack, self.model.mesh.world.size))
+        now = self.loader.stream.contents
+        other = sorted(name for name, was in extra.get("data", {}).items() if now.get(name, was) != was)
+        if other:
+            raise Failed(
+                DATA,
+                f"{', '.join(other)} holds other data than {found} was trained on, so rows would be skipped or repeated; bring "
+                "back the data that was packed then, or start in another run.folder",
+            )
+        state = read_state(folder / found)
+        problem, lines = compare(state, self.text, self.stack, self.model.mesh.world.size)
         if problem is not None and not allow_change:
             raise Failed(CONFIG, problem)
         for line in lines:
@@ -384,20 +392,22 @@ class Trainer:
             if not agreed.writing:
                 self._finish_save(metrics, saver)
             return
-        self._save(metrics, saver, must)
+        needed = self.stopping is not None or last
+        self._save(metrics, saver, wait=must, needed=needed)
         if self.rank == 0 and agreed.save:
-            self.folder.wish.unlink(missing_ok=True)
-        if self.stopping is None and not last and self._agree_to_stop(self.agreement.to_stop()):  # asked while saving
-            self._finish_save(metrics, saver)
+            with suppress(OSError):  # no rank may fail alone
+                self.folder.wish.unlink(missing_ok=True)
+        if not needed and self._agree_to_stop(self.agreement.to_stop()):  # asked while saving
+            self._finish_save(metrics, saver, needed=True)
             if saver.newest != f"checkpoints/step-{self.step}":
-                self._save(metrics, saver, must=True)
+                self._save(metrics, saver, wait=True, needed=True)
 
     def _next_save(self) -> int | None:
         every, steps = self.config.checkpoint.every, self.config.train.steps
         return steps if every is None else min(steps, (self.step // every + 1) * every)
 
-    def _save(self, metrics: Metrics, saver: Saver, must: bool) -> None:
-        """must: published when this returns, or an error."""
+    def _save(self, metrics: Metrics, saver: Saver, *, wait: bool, needed: bool) -> None:
+        """wait: published when this returns. needed: or an error; other saves may fail now and then."""
         self._finish_save(metrics, saver)
         self._status("saving")
         self._enter("save", "saving", self.step)
@@ -406,19 +416,32 @@ class Trainer:
             "tokens": self.tokens,
             "samples": self.step * self.config.train.rows,
             "config": self.text,
+            "data": self.loader.stream.contents,
         }
-        saver.begin(self.step, extra, must=must)
-        if must or not self.config.checkpoint.asynchronous:
-            self._finish_save(metrics, saver)
+        try:
+            saver.begin(self.step, extra, wait=wait)
+        except checkpoints.NotWritten as error:
+            self._not_saved(error, self.step, metrics, saver, needed)
+        if wait:
+            self._finish_save(metrics, saver, needed)
 
-    def _finish_save(self, metrics: Metrics, saver: Saver) -> None:
+    def _finish_save(self, metrics: Metrics, saver: Saver, needed: bool = False) -> None:
+        """Publish what is being written, if anything is."""
         if saver.pending is None:
             return
         self._enter("save", "saving", self.step)
-        begin = time.perf_counter()
-        name = saver.finish()
-        if name is not None:
-            metrics.event("save", checkpoint=name, waited=round(time.perf_counter() - begin, 3))
+        begin, step = time.perf_counter(), saver.pending.step
+        try:
+            name = saver.finish()
+        except checkpoints.NotWritten as error:
+            return self._not_saved(error, step, metrics, saver, needed)
+        metrics.event("save", checkpoint=name, waited=round(time.perf_counter() - begin, 3))
+
+    def _not_saved(
+        self, error: checkpoints.NotWritten, step: int, metrics: Metrics, saver: Saver, needed: bool
+    ) -> None:
+        metrics.event("save_failed", at_step=step, cause=str(error))
+        log.warning("%s", saver.forgive(error, step, self._next_save(), needed))
 
     # -- words ----------------------------------------------------------------------------------------------------------
 
@@ -463,8 +486,11 @@ def _objects_on(device: torch.device) -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
 
 
-def _name(path: Path | None) -> str | None:
-    return None if path is None else path.name
+def _swept(folder: Path) -> bool:
+    """Remove what interrupted saves have left. -> whether there are checkpoints"""
+    for path in checkpoints.remove_unfinished(folder):
+        log.warning("removed unfinished checkpoint %s (an interrupted save)", path.name)
+    return bool(checkpoints.published(folder))
 
 
 def _model_name(config: Config) -> str:

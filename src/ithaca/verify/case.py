@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batch import Batch
+from ..model.config import read_config
 from ..parallelize import prepare
 from ..stack import Stack
 from .presets import add_lora, build, folder_config, preset_config
@@ -102,7 +103,10 @@ class Session:
         if self.case.full and Path(self.case.model).is_dir():
             from transformers import AutoModelForCausalLM
 
-            model = AutoModelForCausalLM.from_pretrained(self.case.model, dtype=torch.float32, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(
+                self.case.model, config=read_config(self.case.model), dtype=torch.float32, trust_remote_code=False,
+                use_safetensors=True, local_files_only=True,
+            )  # fmt: skip
         else:
             model = build(config, self.case.seed)
         if self.case.dtype != "float32":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.config import read_config
 from ..model.families import FAMILIES
 
 _LLAMA3_ROPE = {
@@ -89,11 +90,9 @@ def preset_config(name: str, **changes: Any) -> Any:
 
 
 def folder_config(folder: Path, full: bool) -> Any:
-    from transformers import AutoConfig
-
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; pass a preset ({', '.join(PRESETS)}) or a model folder")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_config(folder)
     if config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(f"{folder} holds a {config.model_type!r} model, which is not supported; supported are {known}")

@@ -1,0 +1,154 @@
+"""What verification adds to a save: the time of a checkpoint with SHA-256 and without, everything else the same.
+
+    python benchmarks/save_cost.py [--ranks 2 --gigabytes 1.5 --repeats 3 --folder DIR]
+
+Saves a model with AdamW states on gloo workers, to `--folder` (default: a temporary one; give one on the disk you mean), in turn
+with hashing, with a hash that does nothing, and with torch's own writer (flushed to disk like ours, with nothing around it). Turns
+are interleaved, because disks have moods; medians are printed, over the slowest rank. `waits` is how long training stands still:
+all of a synchronous save, of an asynchronous one the copy to host memory. `verify` reads it all again, every byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ithaca
+from ithaca.storage import checkpoint, files, stream, writer
+from ithaca.workers import Workers
+
+WAYS = ("hashed", "not hashed", "torch's writer")
+
+
+class Nothing:
+    """In place of SHA-256."""
+
+    def __init__(self, data: Any) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return bytes(32)
+
+
+def model_of(gigabytes: float) -> Any:
+    """A Llama shape whose parameters and states take about so much: 12 bytes a parameter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    wanted, hidden, vocabulary = gigabytes * 1e9 / 12, 1024, 16_384
+    layer = hidden * hidden * (2 + 2 * 0.5 + 3 * 3)
+    layers = max(1, round((wanted - 2 * vocabulary * hidden) / layer))
+    config = AutoConfig.for_model(
+        "llama", hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, vocab_size=vocabulary,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def measure(folder: str, gigabytes: float, repeats: int) -> list[dict[str, Any]]:
+    run = ithaca.prepare(model_of(gigabytes), ithaca.Stack(), device="cpu")
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-4, foreach=False)
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    found = []
+    for turn in range(repeats + 1):  # the first warms up
+        for way in WAYS:
+            for asynchronous in (False, True):
+                where = Path(folder) / "checkpoints"
+                with _as(way):
+                    begin = time.perf_counter()
+                    saving = checkpoint.save(where, run, optimizer, {}, step=1, asynchronous=asynchronous)
+                    waited = time.perf_counter() - begin
+                    path = saving.wait()
+                    whole = time.perf_counter() - begin
+                size = sum(each.stat().st_size for each in path.iterdir())
+                read = None
+                if way == "hashed" and run.mesh.world.rank == 0 and not asynchronous:
+                    begin = time.perf_counter()
+                    assert not files.verify(path)
+                    read = time.perf_counter() - begin
+                checkpoint.each(run.mesh, lambda: None)
+                if run.mesh.world.rank == 0:
+                    shutil.rmtree(where)
+                checkpoint.each(run.mesh, lambda: None)
+                if turn:
+                    about = {"way": way, "asynchronous": asynchronous, "waits": waited, "whole": whole}
+                    found.append({**about, "size": size, "verify": read})
+    return found
+
+
+class _as:
+    """Save in one of the ways, inside the block."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def __enter__(self) -> None:
+        self.before = stream.sha256, checkpoint.HashingWriter
+        if self.way != "hashed":
+            stream.sha256 = Nothing
+        if self.way == "torch's writer":
+            checkpoint.HashingWriter = Plain
+
+    def __exit__(self, *_: object) -> None:
+        stream.sha256, checkpoint.HashingWriter = self.before
+
+
+class Plain(writer.HashingWriter):
+    """torch's own streams; of ours only what the manifest needs to be written."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        super().__init__(path, step)
+        self.fs = torch.distributed.checkpoint.filesystem.FileSystem()
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        return {
+            each.name: {"size": each.stat().st_size, "sha256": ""}
+            for each in Path(self.path).iterdir()
+            if each.name != "state.json"
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--gigabytes", type=float, default=1.5, help="size of the checkpoint")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, Workers(options.ranks, timeout=3600) as workers:
+        ranks = workers.run(measure, folder, options.gigabytes, options.repeats)
+    size = ranks[0][0]["size"]
+    print(
+        f"{options.ranks} ranks, {size / 1e9:.2f} GB, medians of {options.repeats}, slowest rank; torch {torch.__version__}"
+    )
+    print("| save | with | waits s | until published s | GB/s | more than not hashed |")
+    print("|---|---|---|---|---|---|")
+    for asynchronous in (False, True):
+        times = {}
+        for way in WAYS:
+            turns = [
+                (max(each["waits"] for each in same), max(each["whole"] for each in same))
+                for same in zip(*ranks, strict=True)
+                if same[0]["way"] == way and same[0]["asynchronous"] == asynchronous
+            ]
+            times[way] = [statistics.median(column) for column in zip(*turns, strict=True)]
+        for way, (waits, whole) in times.items():
+            more = f"{whole / times['not hashed'][1] - 1:+.1%}"
+            kind = "asynchronous" if asynchronous else "synchronous"
+            print(f"| {kind} | {way} | {waits:.2f} | {whole:.2f} | {size / whole / 1e9:.2f} | {more} |")
+    reads = [each["verify"] for each in ranks[0] if each["verify"]]
+    print(f"verify: {statistics.median(reads):.2f} s ({size / statistics.median(reads) / 1e9:.2f} GB/s)")
+
+
+if __name__ == "__main__":
+    main()

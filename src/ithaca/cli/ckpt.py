@@ -1,0 +1,161 @@
+"""`ithaca ckpt ls | verify | export`: look at the checkpoints of a run, read them through, write one for transformers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .export import add_export
+
+if TYPE_CHECKING:
+    from ..storage.listing import About
+
+_HELP = """\
+PATH is a run folder, a folder of checkpoints, or one checkpoint (step-N). Nothing is changed by ls and verify, so they may be
+used while a run is saving.
+
+examples:
+  ithaca ckpt ls runs/mine
+  ithaca ckpt verify runs/mine
+  ithaca ckpt verify runs/mine/checkpoints/step-400 --json
+  ithaca ckpt export runs/mine exported
+"""
+_DAMAGED = 4  # docs/run_folder.md
+
+
+def add_ckpt(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "ckpt",
+        help="list, verify and export checkpoints",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ls | verify | export", required=True)
+    for name, run, words in (
+        ("ls", _list, "what is there, without reading it through"),
+        ("verify", _verify, "read every byte and compare it with the manifest; exit code 4 if one is damaged"),
+    ):
+        action = actions.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
+        action.set_defaults(run=run, traceback=False)
+        action.add_argument("path", metavar="PATH", type=Path, help="a run folder, its checkpoints, or one (step-N)")
+        action.add_argument("--json", action="store_true", help="print JSON")
+    add_export(actions)
+
+
+def _list(options: argparse.Namespace) -> int:
+    from ..storage.keep import unfinished
+    from ..storage.listing import describe, find, folder_of
+
+    leftovers = unfinished(folder_of(options.path))
+    found = [describe(path) for path in (find(options.path) if not leftovers else _find_any(options.path))]
+    if options.json:
+        rows = [each.json() for each in found]
+        print(json.dumps({"checkpoints": rows, "unfinished": [str(path) for path in leftovers]}, indent=1))
+        return 0
+    if found:
+        print(_table(found))
+    for each in found:
+        if each.problems:
+            print(f"{each.path.name} is damaged: {'; '.join(each.problems[:3])}")
+    if any(each.state == "touched" for each in found):
+        print("touched: a file has another time than when it was written; 'ithaca ckpt verify' reads it")
+    for path in leftovers:
+        print(f"{path.name}: a save under way, or an interrupted one, which the next start of the run removes")
+    return 0
+
+
+def _find_any(path: Path) -> list[Path]:
+    """A folder with nothing but an unfinished save is worth a listing too."""
+    from ..storage.files import CheckpointError
+    from ..storage.listing import find
+
+    try:
+        return find(path)
+    except CheckpointError:
+        return []
+
+
+def _table(found: list[About]) -> str:
+    from ..config.sizes import format_bytes
+
+    rows = [("checkpoint", "time", "size", "files", "ranks", "state", "run")]
+    for each in found:
+        name = f"{each.path.name}{' (LATEST)' if each.latest else ''}"
+        world = "?" if each.world is None else str(each.world)
+        size = format_bytes(each.bytes)
+        rows.append((name, each.time or "?", size, str(each.files), world, each.state, each.run or "?"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from ..config.sizes import format_bytes
+    from ..storage.listing import describe, find
+
+    found = [describe(path) for path in find(options.path)]
+    results, bad = [], 0
+    with _Progress(sum(each.bytes for each in found), quiet=options.json) as progress:
+        for each in found:
+            begin = time.perf_counter()
+            problems = _problems(each, progress)
+            seconds = time.perf_counter() - begin
+            bad += bool(problems)
+            results.append({**each.json(), "ok": not problems, "problems": problems, "seconds": round(seconds, 3)})
+            if options.json:
+                continue
+            about = f"{format_bytes(each.bytes)} in {each.files} files, {seconds:.1f} s"
+            progress.say(f"{each.path.name}: {'DAMAGED' if problems else 'ok'} ({about})")
+            for problem in problems:
+                progress.say(f"  {problem}")
+    if options.json:
+        print(json.dumps({"checkpoints": results, "damaged": bad}, indent=1))
+    elif bad:
+        good = next((each["path"] for each in results if each["ok"]), None)
+        print(f"{bad} of {len(found)} damaged; " + (f"newest good one: {good}" if good else "none is good"))
+    return _DAMAGED if bad else 0
+
+
+def _problems(each: About, progress: _Progress) -> list[str]:
+    """By names, sizes and run first; then every byte, of what has a manifest to compare with."""
+    from ..storage.files import verify
+
+    return list(each.problems) or verify(each.path, progress.add)
+
+
+class _Progress:
+    """A bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self.total, self.quiet = total, quiet
+        self.bar: Any = None
+
+    def __enter__(self) -> _Progress:
+        if not self.quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task("", total=self.total)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def add(self, count: int) -> None:
+        if self.bar is not None:
+            self.bar.advance(self.task, count)
+
+    def say(self, text: str) -> None:
+        """On stdout, which rich keeps apart from the bar."""
+        if self.bar is not None and sys.stdout.isatty():
+            self.bar.console.out(text, highlight=False)
+        else:
+            print(text, flush=True)

@@ -1,0 +1,94 @@
+"""The checkpoints of a folder, described: what `ithaca ckpt` shows. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .files import (
+    CheckpointError,
+    named_latest,
+    published,
+    read_manifest,
+    read_state,
+    run_of,
+    step_of,
+    touched,
+    why_not,
+)
+
+
+@dataclass(frozen=True)
+class About:
+    """A published checkpoint, as far as can be told without reading all of it."""
+
+    path: Path
+    step: int
+    state: str
+    """as written: names and sizes are right, no file was touched since it was hashed on its way to the disk. touched: a file has
+    another time (a copy, a restore, or a change): `verify` knows. damaged: see problems."""
+    problems: tuple[str, ...]
+    latest: bool  # what LATEST names
+    time: str | None
+    run: str | None
+    world: int | None
+    files: int
+    bytes: int
+
+    def json(self) -> dict[str, Any]:
+        return {**vars(self), "path": str(self.path), "problems": list(self.problems)}
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints meant by a checkpoint, a folder of them or a run folder, newest first. CheckpointError if there are none."""
+    if not path.exists():
+        near = [each for each in published(path.parent)[:5]] if step_of(path) is not None else []
+        known = f"; there are {', '.join(each.name for each in near)}" if near else ""
+        raise CheckpointError(
+            f"{path} does not exist{known}; name a run folder, its checkpoints, or one of them (step-N)"
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; name a run folder, its checkpoints, or one of them (step-N)")
+    if step_of(path) is not None:
+        return [path]
+    found = published(folder_of(path))
+    if not found:
+        inside = sorted(each.parent.parent.name for each in path.glob("*/checkpoints/step-*"))
+        runs = f"; it has runs with some: {', '.join(dict.fromkeys(inside))}" if inside else ""
+        raise CheckpointError(
+            f"{path} has no checkpoints{runs}; name a run folder, its checkpoints, or one of them (step-N)"
+        )
+    return found
+
+
+def folder_of(path: Path) -> Path:
+    """Where the checkpoints of a run folder lie; of a folder of checkpoints, itself; of a checkpoint, the one around."""
+    if step_of(path) is not None:
+        return path.parent
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def describe(path: Path) -> About:
+    run = run_of(path.parent)
+    problems = why_not(path, run)
+    manifest, state = {}, {}
+    try:
+        manifest = read_manifest(path)
+        state = read_state(path)
+    except CheckpointError as error:
+        problems = problems or [str(error)]
+    world = state.get("world")
+    present = [each.stat().st_size for each in path.iterdir() if each.is_file()]
+    return About(
+        path=path,
+        step=step_of(path) or 0,
+        state="damaged" if problems else "touched" if touched(path) else "as written",
+        problems=tuple(problems),
+        latest=named_latest(path.parent) == path,
+        time=manifest.get("time"),
+        run=manifest.get("run"),
+        world=world.get("size") if isinstance(world, dict) else None,
+        files=len(present),
+        bytes=sum(present),
+    )
