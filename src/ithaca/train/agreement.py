@@ -30,11 +30,11 @@ class Agreement:
     def after_step(self, writing: bool, own: float) -> Agreed:
         """Collective, as is `to_stop`."""
         rank, size = self.world.rank, self.world.size
-        mine: dict[str, float | None] = {
+        mine = {
             "stop": self._signal,
             "save": float(rank == 0 and self.folder.wish.exists()),
             "writing": float(writing),
-            **{f"own {each}": own if each == rank else None for each in range(size)},
+            **{f"own {each}": own if each == rank else -1.0 for each in range(size)},
         }
         found = largest(mine, self.world, self.device)
         times = [found[f"own {each}"] for each in range(size)]
