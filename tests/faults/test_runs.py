@@ -1,11 +1,11 @@
 """One run and its bad day: killed at chosen points and at random moments, stopped, its launcher killed, and nothing lost.
 
-A run is started once and then suffers, in this order: faults that were asked for, kills of random ranks at random moments, SIGTERM to the
-launcher, kill -9 of the launcher, Ctrl-C to the group. After each kill the newest checkpoint must verify. At the end its weights must be,
-bit for bit, those of a run that nothing happened to.
+A run is started once and then suffers, in this order: faults that were asked for, kills of random ranks at random moments, SIGTERM
+to the launcher, kill -9 of the launcher, Ctrl-C to the group. After each kill the newest checkpoint must verify. At the end its
+weights must be, bit for bit, those of a run that nothing happened to.
 
-In the suite: 2 ranks, 2 random kills. `make faults` (ITHACA_FAULTS=long): 4 ranks, every point, a rank that freezes, 50 kills, and the
-time from a kill to the next step.
+In the suite: 2 ranks, 2 random kills. `make faults` (ITHACA_FAULTS=long): 4 ranks, every point, ranks that freeze, 50 kills, and
+the time from a kill to the next step.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def test_another_layout_is_one_line():
 
 def saver() -> Saver:
     config = Config(model=Model(folder="m"), data=Data(context=8), train=Train(steps=9))
-    return Saver(config, cast(Any, None), cast(Any, None), cast(Any, None))
+    return Saver(config, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
 
 
 def test_a_grace_that_is_too_short_is_said_once():

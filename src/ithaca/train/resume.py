@@ -6,16 +6,86 @@ data, model                                     refused without --allow-change: 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from ..config.schema import Config
+from ..launch.exits import CHECKPOINT, CONFIG, DATA
+from ..run import Run
 from ..stack import Stack
+from ..storage import checkpoint as checkpoints
+from ..storage.files import read_state
+from ..storage.ranks import first
+from .ends import Failed
+
+log = logging.getLogger("ithaca")
 
 _SAID = ("train",)
 _GUARDED = ("data", "model")
 _HARMLESS = ("model.trust_remote_code", "model.lora.merge_on_export")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    name: str  # of the checkpoint
+    step: int
+    tokens: int
+    lines: list[str]  # what to tell the user
+
+
+def resume(
+    folder: Path,
+    run: Run,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    *,
+    text: str,
+    contents: Mapping[str, Any],
+    allow_change: bool,
+) -> Resumed | None:
+    """Load the newest good checkpoint of a folder, if there is any. Collective.
+
+    text: the config as checkpoints hold it; contents: what the data is now. Failed says what does not fit.
+    """
+    try:
+        checkpoints.ready(folder, run)
+        if not first(run.mesh, lambda: _swept(folder)):
+            return None
+        extra = checkpoints.load(folder, run, optimizer)
+    except ValueError as error:
+        raise Failed(CHECKPOINT, str(error)) from error
+    step, rows = extra["step"], config.train.rows
+    found = f"step-{step}"
+    if extra["samples"] != step * rows:
+        raise Failed(
+            CHECKPOINT,
+            f"{found} was made with train.rows={extra['samples'] // max(step, 1)}, this run has {rows}: samples would be skipped "
+            "or repeated; keep train.rows, or start in another run.folder",
+        )
+    other = sorted(name for name, was in extra.get("data", {}).items() if contents.get(name, was) != was)
+    if other:
+        raise Failed(
+            DATA,
+            f"{', '.join(other)} holds other data than {found} was trained on, so rows would be skipped or repeated; bring back "
+            "the data that was packed then, or start in another run.folder",
+        )
+    problem, lines = compare(read_state(folder / found), text, run.stack, run.mesh.world.size)
+    if problem is not None and not allow_change:
+        raise Failed(CONFIG, problem)
+    return Resumed(found, step, extra["tokens"], lines)
+
+
+def _swept(folder: Path) -> bool:
+    """Remove what interrupted saves have left. -> whether there are checkpoints"""
+    for path in checkpoints.remove_unfinished(folder):
+        log.warning("removed unfinished checkpoint %s (an interrupted save)", path.name)
+    return bool(checkpoints.published(folder))
 
 
 def compare(state: dict[str, Any], text: str, stack: Stack, world: int) -> tuple[str | None, list[str]]:

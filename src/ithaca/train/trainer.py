@@ -32,7 +32,7 @@ from ..data.rows import Stream
 from ..files import write_atomically
 from ..launch import pulse
 from ..launch.environment import ATTEMPT, LAUNCHER
-from ..launch.exits import CHECKPOINT, CONFIG, DATA, MEMORY, STOPPED, code_of
+from ..launch.exits import CONFIG, DATA, MEMORY, STOPPED, code_of
 from ..launch.stop import Stop, StoppedEarly, listen
 from ..observe.display import Display
 from ..observe.flops import mfu, model_flops, peak_flops
@@ -47,15 +47,12 @@ from ..planner.shortage import gpu_shortage, host_shortage
 from ..redact import redacted
 from ..report import write_report
 from ..stack import Stack
-from ..storage import checkpoint as checkpoints
-from ..storage.files import read_state
-from ..storage.ranks import first
 from .agreement import Agreement
 from .build import automatic_stack, is_preset, model_config, planned, prepared
 from .ends import Failed
 from .folder import RunFolder, unclean
 from .optim import build_optimizer
-from .resume import compare
+from .resume import resume
 from .samples import Loader, needs_packing, open_stream, pack_sources
 from .saving import Saver, grace_of
 from .step import NotFinite, Stepped, train_step
@@ -160,18 +157,26 @@ class Trainer:
         self.optimizer = build_optimizer(run.model, config.train)
         self.agreement = Agreement(self.folder, self.stop, run.mesh.world, self.device)
         self.loader = Loader(stream, run, config.train.rows, config.train.accumulation)
-        self.saver = Saver(config, self.folder, run, self.optimizer)
-        resumed = self._resume(self.saver, allow_change)
+        self.display.doing("looking for a checkpoint")
+        resumed = resume(
+            self.folder.checkpoints, run, self.optimizer, config, text=self.text, contents=stream.contents,
+            allow_change=allow_change,
+        )  # fmt: skip
+        if resumed is not None:
+            self.step, self.tokens = resumed.step, resumed.tokens
         if self.rank == 0:
             self.folder.config.write_text(self.text)
             if self.plan is not None:
                 write_atomically(self.folder.plan, json.dumps(self.plan.json(), indent=1) + "\n")
-        self.display.say(headline(self._facts(stream, resumed)))
+        self.display.say(headline(self._facts(stream, resumed and resumed.name)))
+        for line in resumed.lines if resumed else ():
+            self.display.say(line)
         metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name)
         with metrics:
             metrics.event("resume" if resumed else "start", from_step=self.step)
-            if planned := self._from_first(lambda: self.plan and self.plan.speed.seconds * config.train.accumulation):
-                pulse.expect(planned)
+            self.saver = Saver(config, self.folder, run, self.optimizer, metrics, resumed and resumed.name)
+            if expected := self._from_first(lambda: self.plan and self.plan.speed.seconds * config.train.accumulation):
+                pulse.expect(expected)
             self.stop.early = False
             self._loop(metrics, held_out, self.saver)
             if self.stopping is not None:
@@ -222,23 +227,24 @@ class Trainer:
             try:
                 done = train_step(self.model, self.optimizer, batches, train, self.step, samples)
             except NotFinite as error:  # on every rank: what is being written is good, and will be wanted
-                self._finish_save(metrics, saver)
+                saver.finish()
                 error.write(self.folder.bad_batch, self.loader.stream.documents, self.rank == 0)
                 raise
             seconds = timer.end()
             self.step += 1
             self.tokens += done.tokens
+            own = waited + self.model.own.take()
             evaluated = self._evaluate(held_out)
             if logged or evaluated is not None or self.step == train.steps:
                 record = self._record(done, seconds, gauge, peak, samples, evaluated)
                 metrics.step(record)
                 left = timer.eta(train.steps - self.step)
-                self.display.step(record, eta=left, typical=timer.typical, next_save=self._next_save())
+                self.display.step(record, eta=left, typical=timer.typical, next_save=saver.next(self.step))
                 self._compare(record)
-            self._after_step(metrics, saver, seconds, waited + self.model.own.take())
+            self._after_step(metrics, saver, seconds, own)
             if text := saver.too_slow(grace_of(self.config.launch.grace, os.environ), timer.typical):
                 log.warning("%s", text)
-        self._finish_save(metrics, saver)
+        saver.finish()
 
     def _enter(self, section: str, words: str, step: int) -> None:
         """Something else begins: for the person at the display, for whoever watches for hangs, and for faults."""
@@ -286,41 +292,6 @@ class Trainer:
             return self.loader.batches(self.step, last=self.step + 1 == self.config.train.steps)
         except (ValueError, OSError) as error:
             raise Failed(DATA, str(error)) from error
-
-    def _resume(self, saver: Saver, allow_change: bool) -> str | None:
-        """Load the newest good checkpoint, if there is any. -> its name"""
-        folder = self.folder.checkpoints
-        try:
-            checkpoints.ready(folder, self.model)
-            if not first(self.model.mesh, lambda: _swept(folder)):
-                return None
-            self.display.doing("loading a checkpoint")
-            extra = checkpoints.load(folder, self.model, self.optimizer)
-        except ValueError as error:
-            raise Failed(CHECKPOINT, str(error)) from error
-        found = f"step-{extra['step']}"
-        self.step, self.tokens, saver.newest = extra["step"], extra["tokens"], f"checkpoints/{found}"
-        if extra["samples"] != self.step * self.config.train.rows:
-            raise Failed(
-                CHECKPOINT,
-                f"{found} was made with train.rows={extra['samples'] // max(self.step, 1)}, this run has {self.config.train.rows}: "
-                "samples would be skipped or repeated; keep train.rows, or start in another run.folder",
-            )
-        now = self.loader.stream.contents
-        other = sorted(name for name, was in extra.get("data", {}).items() if now.get(name, was) != was)
-        if other:
-            raise Failed(
-                DATA,
-                f"{', '.join(other)} holds other data than {found} was trained on, so rows would be skipped or repeated; bring "
-                "back the data that was packed then, or start in another run.folder",
-            )
-        state = read_state(folder / found)
-        problem, lines = compare(state, self.text, self.stack, self.model.mesh.world.size)
-        if problem is not None and not allow_change:
-            raise Failed(CONFIG, problem)
-        for line in lines:
-            self.display.say(line)
-        return found
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         """What rank 0 says, on every rank."""
@@ -381,34 +352,26 @@ class Trainer:
 
     def _after_step(self, metrics: Metrics, saver: Saver, seconds: float, own: float) -> None:
         """What one rank wants, all do: stop, or save now."""
-        agreed = self.agreement.after_step(saver.pending is not None and not saver.pending.done(), own)
+        agreed = self.agreement.after_step(saver.writing(), own)
         slow = self.stragglers.add(agreed.own, seconds)
         if slow is not None and self.rank == 0:
             log.warning("%s", slow)
             metrics.event("straggler", rank=slow.rank, ratio=round(slow.ratio, 2), at_step=self.step)
-        last = self.step == self.config.train.steps
-        must = self._agree_to_stop(agreed.stop) or agreed.save or last
-        if not must and not saver.due(self.step):
+        needed = self._agree_to_stop(agreed.stop) or self.step == self.config.train.steps
+        if not (needed or agreed.save or saver.due(self.step)):
             if not agreed.writing:
-                self._finish_save(metrics, saver)
+                saver.finish()
             return
-        needed = self.stopping is not None or last
-        self._save(metrics, saver, wait=must, needed=needed)
+        self._save(saver, wait=needed or agreed.save, needed=needed)
         if self.rank == 0 and agreed.save:
             with suppress(OSError):  # no rank may fail alone
                 self.folder.wish.unlink(missing_ok=True)
         if not needed and self._agree_to_stop(self.agreement.to_stop()):  # asked while saving
-            self._finish_save(metrics, saver, needed=True)
-            if saver.newest != f"checkpoints/step-{self.step}":
-                self._save(metrics, saver, wait=True, needed=True)
+            saver.finish(needed=True)
+            if not saver.has(self.step):
+                self._save(saver, wait=True, needed=True)
 
-    def _next_save(self) -> int | None:
-        every, steps = self.config.checkpoint.every, self.config.train.steps
-        return steps if every is None else min(steps, (self.step // every + 1) * every)
-
-    def _save(self, metrics: Metrics, saver: Saver, *, wait: bool, needed: bool) -> None:
-        """wait: published when this returns. needed: or an error; other saves may fail now and then."""
-        self._finish_save(metrics, saver)
+    def _save(self, saver: Saver, *, wait: bool, needed: bool) -> None:
         self._status("saving")
         self._enter("save", "saving", self.step)
         extra = {
@@ -418,30 +381,7 @@ class Trainer:
             "config": self.text,
             "data": self.loader.stream.contents,
         }
-        try:
-            saver.begin(self.step, extra, wait=wait)
-        except checkpoints.NotWritten as error:
-            self._not_saved(error, self.step, metrics, saver, needed)
-        if wait:
-            self._finish_save(metrics, saver, needed)
-
-    def _finish_save(self, metrics: Metrics, saver: Saver, needed: bool = False) -> None:
-        """Publish what is being written, if anything is."""
-        if saver.pending is None:
-            return
-        self._enter("save", "saving", self.step)
-        begin, step = time.perf_counter(), saver.pending.step
-        try:
-            name = saver.finish()
-        except checkpoints.NotWritten as error:
-            return self._not_saved(error, step, metrics, saver, needed)
-        metrics.event("save", checkpoint=name, waited=round(time.perf_counter() - begin, 3))
-
-    def _not_saved(
-        self, error: checkpoints.NotWritten, step: int, metrics: Metrics, saver: Saver, needed: bool
-    ) -> None:
-        metrics.event("save_failed", at_step=step, cause=str(error))
-        log.warning("%s", saver.forgive(error, step, self._next_save(), needed))
+        saver.save(self.step, extra, wait=wait, needed=needed)
 
     # -- words ----------------------------------------------------------------------------------------------------------
 
@@ -484,13 +424,6 @@ def _device(config: Config) -> torch.device:
 
 def _objects_on(device: torch.device) -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
-
-
-def _swept(folder: Path) -> bool:
-    """Remove what interrupted saves have left. -> whether there are checkpoints"""
-    for path in checkpoints.remove_unfinished(folder):
-        log.warning("removed unfinished checkpoint %s (an interrupted save)", path.name)
-    return bool(checkpoints.published(folder))
 
 
 def _model_name(config: Config) -> str:
