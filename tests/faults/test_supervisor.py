@@ -63,12 +63,13 @@ tie_to_launcher(os.environ)
 code = 0
 try:
     with stop.listen() as asked:
-        pulse.begin(Timeouts(step=1.0))
+        pulse.begin(Timeouts(step=1.5))
         faults.arm(faults.parse_all(sys.argv[1:], os.environ), rank, folder.path)
         step = int(done.read_text()) if done.exists() else 0
         print("ready", flush=True)
         if Path("wait_for_signal").exists():
             while True: time.sleep(0.01)
+        meet("start")
         asked.early = False
         while step < 6 and code == 0:
             step += 1
@@ -164,14 +165,14 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(launcher: Launcher):
 
 
 def test_a_crash_loop_ends(launcher: Launcher):
-    code, said = launcher.run("kill@1:3!", restarts=9)
+    code, said = launcher.run("kill@1:3!", restarts=9, workers=2)
     assert code == 8 and said[-1] == "3 restarts, no progress past step 3. Not retrying."
     status = launcher.status
     assert status["state"] == "failed" and status["exit_code"] == 8 and status["attempts"] == 4 and status["step"] == 3
     assert "was killed by SIGKILL at step 3" in status["cause"] and status["resume"] == "ithaca train run/config.yaml"
-    code, said = launcher.run("kill@0:4", "kill@1:5", restarts=1)
+    code, said = launcher.run("kill@0:4", "kill@1:5", restarts=1, workers=2)
     assert code == 8 and said[-1] == "launch.restarts=1 are used up; the same command goes on"
-    assert launcher.run()[0] == 0 and launcher.status["state"] == "finished"
+    assert launcher.run(workers=2)[0] == 0 and launcher.status["state"] == "finished"
 
 
 @pytest.mark.parametrize("code", [3, 6])
@@ -182,11 +183,13 @@ def test_what_would_fail_again_is_not_tried_again(launcher: Launcher, code: int)
 
 
 def test_all_ranks_are_gone_within_five_seconds(launcher: Launcher):
-    """Two wait in a collective for the one that was killed, and do not listen to SIGTERM."""
-    launcher.start("kill@1:3", restarts=0)
+    """Two wait in a collective for the one that was killed, and do not end by SIGTERM."""
+    launcher.start("hang@1:3", restarts=0, step=60.0)
     ranks = launcher.ranks()
-    psutil.wait_procs(ranks, timeout=20)
-    begin = time.monotonic() - 1.5  # at most: what the launcher waits between the first end and the last
+    launcher.ready()
+    time.sleep(0.5)
+    ranks[1].kill()
+    begin = time.monotonic()
     code, _ = launcher.finish()
     assert code == 8 and time.monotonic() - begin < 5 and not any(each.is_running() for each in ranks)
 
@@ -197,9 +200,9 @@ def test_all_ranks_are_gone_within_five_seconds(launcher: Launcher):
 @pytest.mark.parametrize(
     ("fault", "words", "stack"),
     [
-        ("hang@1:3", "made no progress for 1 s in step 3, at ithaca/faults.py:", "faults.py"),
-        ("gil@1:3", "made no progress for 1 s in step 3", "_hold_lock"),
-        ("stop@1:3", "is stopped (SIGSTOP?) in step 3, for 1 s", "faults.py"),
+        ("hang@1:3", "made no progress for 2 s in step 3, at ithaca/faults.py:", "faults.py"),
+        ("gil@1:3", "in step 3", "_hold_lock"),
+        ("stop@1:3", "is stopped (SIGSTOP?) in step 3, for 2 s", "faults.py"),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_its_stack_written_down(launcher: Launcher, fault: str, words: str, stack: str):

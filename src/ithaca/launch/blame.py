@@ -74,8 +74,8 @@ def _progress(sign: Sign) -> tuple[int, int]:
     return (sign.beat.step, SECTIONS.index(sign.beat.section) if sign.beat.section in SECTIONS else 0)
 
 
-def words(found: Sequence[Sign], now: float, world: int) -> str:
-    """One line: who stands where, for how long."""
+def words(found: Sequence[Sign], now: float, world: int, silent: bool = False) -> str:
+    """One line: who stands where, for how long. silent: it was their silence that gave them away."""
     first = found[0]
     if len(found) == world > 1:
         who = f"all {world} ranks"
@@ -87,7 +87,7 @@ def words(found: Sequence[Sign], now: float, world: int) -> str:
     quiet = now - first.heard
     if first.stopped:
         return f"{who} {_is(found)} stopped (SIGSTOP?) {place}, for {first.standing(now):.0f} s"
-    if quiet > QUIET and first.beat is not None:
+    if (silent or quiet > QUIET) and first.beat is not None:
         return f"{who} gave no sign of life for {quiet:.0f} s {place}"
     at = f", at {first.beat.where}" if first.beat and first.beat.where and len(found) == 1 else ""
     return f"{who} made no progress for {first.standing(now):.0f} s {place}{at}"

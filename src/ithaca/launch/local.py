@@ -247,7 +247,7 @@ class _Run:
             return
         found = silent or to_blame(signs, now)
         self.asked = True
-        self.hung = words(found, now, self.world)
+        self.hung = words(found, now, self.world, bool(silent))
         if self.stacks is not None:
             self.hung += f"\n  stacks of all ranks: {self.stacks}"
             self._write_stacks(self.stacks, running)

@@ -126,7 +126,7 @@ class Peers:
         if silent:
             lost = {hosts[sign.rank] for sign in silent}
             alive = {hosts[sign.rank] for sign in signs if sign not in silent}
-            text = words(silent, now, self.job.world)
+            text = words(silent, now, self.job.world, silent=True)
             if lost & alive:
                 return exits.HANG, text
             return exits.LOST, f"{text}: {', '.join(sorted(lost))} is down or cut off"
