@@ -38,6 +38,12 @@ from .request import Request
 from .stack import Stack, require
 
 
+class NoRoom(ValueError):
+    """A step does not fit where its activations are to be kept; found before the first layer computes."""
+
+    exit_code = 5  # docs/run_folder.md
+
+
 @dataclass
 class Run:
     """What `prepare` returns."""
@@ -245,7 +251,10 @@ class Run:
             self.store.reserve(need * per_host)
         except (ValueError, OSError) as problem:
             error = str(problem)
-        self.mesh.agree(error)
+        try:
+            self.mesh.agree(error)
+        except ValueError as problem:
+            raise NoRoom(str(problem)) from None
         self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
 
     def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ithaca import faults
+from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.observe import read_metrics
 from ithaca.storage.files import verify
@@ -111,6 +112,23 @@ def test_a_file_called_save_saves_a_live_run(workers: Workers, tmp_path: Path):
     lines = read_metrics(tmp_path / "metrics.jsonl")
     order = [line.get("step") or line.get("checkpoint") for line in lines if "step" in line or line["event"] == "save"]
     assert order == [1, 2, "step-2", 3, 4, 5, "step-5"]
+
+
+# Memory (F18)
+
+
+def test_too_little_host_memory_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("ithaca.activations.host.available_memory", lambda: 1000)
+    settings = [*SHORT, "launch.cpu=1", "stack.ulysses=1", "stack.ring=1", f"run.folder={tmp_path}", "train.steps=2"]
+    words = [word for each in settings for word in ("--" + each.partition("=")[0], each.partition("=")[2])]
+    assert main(["train", "--recipe", "tiny_cpu", *words]) == 5
+    err = capsys.readouterr().err
+    assert "the host has 1.0 KB of memory available, this step needs " in err and "store" in err
+    found = status(tmp_path)
+    assert (found["state"], found["exit_code"], found["step"]) == ("failed", 5, 0)
+    assert found["cause"] in err
 
 
 # Numbers (F16) and slow ranks (F21)
