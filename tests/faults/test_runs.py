@@ -90,6 +90,10 @@ class Story:
             return 0
         return next((found["step"] for line in reversed(lines) if "step" in (found := json.loads(line))), 0)
 
+    def spent(self) -> list[str]:
+        """Faults that have fired."""
+        return sorted(path.name for path in (self.folder / "faults").glob("*"))
+
     def status(self) -> dict[str, Any]:
         return json.loads((self.folder / "status.json").read_text())
 
@@ -132,7 +136,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     mine = Story(base / "run", base / "said.txt")
     try:
         mine.start()
-        mine.wait(lambda: mine.text.count("restarting from") == len(FAULTS), 60.0 * len(FAULTS))
+        mine.wait(lambda: mine.spent() == sorted(FAULTS), 120.0 * len(FAULTS))
+        mine.wait(lambda: mine.status().get("state") == "restarting")
         mine.check()
         mine.wait_for_training()
         choose = random.Random(0)
@@ -173,7 +178,8 @@ def test_the_cause_comes_first_and_is_said_once(story: Story):
     """F1, F22: the rank, what happened, the step; where the rest is; from where it goes on."""
     lines = [line for line in story.text.splitlines() if not line.startswith("fault: ")]
     causes = [line for line in lines if line.startswith("ithaca: rank ")]
-    assert len(causes) == len(FAULTS) + KILLS and "Traceback" not in story.text and "gloo" not in story.text
+    assert len(causes) == story.text.count("restarting from") > KILLS  # a fault may meet another in one attempt
+    assert "Traceback" not in story.text and "gloo" not in story.text
     assert "rank 1 (pid " in causes[0] and "was killed by SIGKILL at step 2 (by the system" in causes[0]
     assert "rank 0 (pid " in causes[1] and "at step 3: FaultRaised: fault raise@0:3:bwd" in causes[1]
     assert "FaultRaised" in (story.folder / "logs/rank-0.log").read_text()
@@ -185,7 +191,7 @@ def test_a_signal_to_the_launcher_publishes_one_step_and_ends_with_75(story: Sto
     """F11."""
     assert story.codes[0] == 75 and story.stopped["state"] == "stopped" and story.stopped["cause"] == "SIGTERM"
     assert story.stopped["checkpoint"] == f"checkpoints/step-{story.stopped['step']}"
-    assert story.stopped["attempts"] == 1 + len(FAULTS) + KILLS and story.stopped["exit_code"] == 75
+    assert story.stopped["attempts"] == 1 + story.text.count("restarting from") and story.stopped["exit_code"] == 75
     assert f"SIGTERM: {WORLD} workers save and stop; once more stops them at once" in story.text
 
 
@@ -220,6 +226,25 @@ def test_nothing_is_left_behind(story: Story):
     known = {"config.yaml", "metrics.jsonl", "status.json", "lock", "checkpoints", "logs", "faults", "stacks"}
     assert {path.name for path in story.folder.iterdir()} <= known
     assert not [path for path in Path("/dev/shm").iterdir() if "ithaca" in path.name]
+
+
+def test_a_run_of_one_process_notices_that_it_hangs(tmp_path: Path):
+    """F20: nobody else is there to."""
+    settings = ["data.context=64", "train.steps=3", "train.warmup=1", "launch.cpu=1", "stack.ulysses=1", "stack.ring=1"]
+    settings += ["launch.timeouts.step=1.5", f"run.folder={tmp_path}"]
+    words = [word for each in settings for word in ("--" + each.partition("=")[0], each.partition("=")[2])]
+    done = subprocess.run(
+        [sys.executable, "-m", "ithaca", "train", "--recipe", "tiny_cpu", *words, "--fault", "hang@0:2:bwd"], text=True,
+        env={**os.environ, "ITHACA_ALLOW_FAULTS": "1"}, capture_output=True, timeout=120,
+    )  # fmt: skip
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert done.returncode == 7 and (status["state"], status["exit_code"]) == ("failed", 7), done.stderr
+    assert (
+        status["cause"].startswith("the run made no progress for ")
+        and "in step 2, at ithaca/faults.py:" in status["cause"]
+    )
+    assert f"ithaca: {status['cause']}\n  stacks: {tmp_path}/stacks" in done.stderr
+    assert "faults.py" in (tmp_path / "stacks/rank-0.txt").read_text()
 
 
 @pytest.mark.skipif(not LONG, reason="measured with 4 ranks on a quiet machine: make faults")

@@ -69,7 +69,7 @@ class Pulse:
 
     def stop(self) -> None:
         """The work is done: nobody shall miss this rank."""
-        self.section("done", 0)
+        self.section("done", self._now[1])
         self._ended.set()
         self._thread.join(5.0)
 

@@ -32,7 +32,7 @@ from ..data.rows import Stream
 from ..files import write_atomically
 from ..launch import pulse
 from ..launch.environment import ATTEMPT, LAUNCHER
-from ..launch.exits import CONFIG, DATA, MEMORY, STOPPED, code_of
+from ..launch.exits import CONFIG, DATA, MEMORY, STOPPED, code_of, from_peers
 from ..launch.stop import Stop, StoppedEarly, listen
 from ..observe.display import Display
 from ..observe.flops import mfu, model_flops, peak_flops
@@ -411,9 +411,10 @@ class Trainer:
 
     def failed(self, error: BaseException) -> None:
         if not isinstance(error, SystemExit | KeyboardInterrupt):
-            self._status(
-                "failed", cause=(str(error).splitlines() or [type(error).__name__])[0], exit_code=code_of(error)
-            )
+            cause = (str(error).splitlines() or [type(error).__name__])[0]
+            if from_peers(type(error).__name__, cause):
+                cause = f"lost another rank ({cause})"
+            self._status("failed", cause=cause, exit_code=code_of(error))
 
 
 def _device(config: Config) -> torch.device:
