@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test lint format demo clean
+.PHONY: setup test faults lint format demo clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: lint
 	$(BIN)/python -m pytest -q --durations=10
+
+# The long version of tests/faults: 4 ranks, every point, 50 random kills. About 20 minutes on 2 cores that are otherwise idle.
+faults: setup
+	ITHACA_FAULTS=long $(BIN)/python -m pytest -q -s --timeout=3600 tests/faults tests/storage/test_faults.py
 
 lint: setup
 	$(BIN)/ruff check

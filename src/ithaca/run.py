@@ -12,13 +12,14 @@ their global count. Every rank returns the same value, and backward leaves gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from . import faults
 from .activations.loss import LossTerms, cap, fuses, loss_tile, tiled_loss
 from .activations.store import Store
 from .attention.choice import Kernels, Need
@@ -32,8 +33,15 @@ from .model.adapter import Decoder, Layer
 from .model.norm import apply_norm
 from .model.projection import bind_linear
 from .model.rope import Positions
+from .own_time import OwnTime
 from .request import Request
 from .stack import Stack, require
+
+
+class NoRoom(ValueError):
+    """A step does not fit where its activations are to be kept; found before the first layer computes."""
+
+    exit_code = 5  # docs/run_folder.md
 
 
 @dataclass
@@ -50,6 +58,8 @@ class Run:
     dtype: torch.dtype
     busy: bool = False  # inside a forward or backward, or one has failed
     reserved: int = 0  # largest input for which the store was found to have room
+    part: Tensor | None = None  # of the last loss, what this rank added to it
+    own: OwnTime = field(default_factory=OwnTime)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -88,6 +98,7 @@ class Run:
         self.busy = True
         mine: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms)))
         self.busy = False
+        self.part = mine.detach()
         return _GlobalSum.apply(mine, self)  # pyright: ignore[reportReturnType]
 
     def _mode_violations(self) -> list[str]:
@@ -139,8 +150,15 @@ class Run:
 
     def _local_loss(self, batch: Batch, count: int, terms: LossTerms) -> Tensor:
         x, routing = self._hidden(batch)
+        faults.reach("fwd")
+        if faults.armed() and x.requires_grad:
+            x.register_hook(lambda _: faults.reach("bwd"))
 
         def compute(x: Tensor) -> Tensor:
+            with self.own.measure(x.device):
+                return loss_of(x)
+
+        def loss_of(x: Tensor) -> Tensor:
             head = bind_linear(self.decoder.head)
             weights = [leaf.parameter for leaf in head.leaves] + list(self.decoder.norm.parameters())
             trainable = [p for p in weights if p.requires_grad]
@@ -159,7 +177,7 @@ class Run:
         mine = self.decoder.head(x, Request(compute))
         if routing:
             mine = mine + self._balance_loss(routing, batch) * (batch.supervised / count)
-        return mine
+        return faults.spoil(mine)
 
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Embedding and layers. -> x before the final norm, router sums of each layer"""
@@ -233,7 +251,10 @@ class Run:
             self.store.reserve(need * per_host)
         except (ValueError, OSError) as problem:
             error = str(problem)
-        self.mesh.agree(error)
+        try:
+            self.mesh.agree(error)
+        except ValueError as problem:
+            raise NoRoom(str(problem)) from None
         self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
 
     def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:

@@ -28,7 +28,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> int:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr("ithaca.launch.decision.run_local", refuse)
+    monkeypatch.setattr("ithaca.launch.supervise.watch", refuse)
 
 
 # It runs
@@ -51,7 +51,7 @@ def test_a_rank_that_raises_is_the_cause_though_others_notice_first(run_yaml: Wr
 
 
 def test_a_rank_that_is_killed_is_the_cause(run_yaml: Write, tmp_path: Path):
-    done = launch("die_on_rank_1", run_yaml("{cpu: 2}"))
+    done = launch("die_on_rank_1", run_yaml("{cpu: 2, restarts: 0}"))
     assert done.returncode == 8
     first, second, *_ = done.stderr.splitlines()
     assert first.startswith("ithaca: rank 1 (pid ") and "was killed by SIGKILL" in first

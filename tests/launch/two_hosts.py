@@ -4,6 +4,8 @@ A host is a network namespace with a name of its own, a loopback and one end of 
 10.77.0.2. The two reach each other and nothing else. Needs no package, only a kernel that allows it: as root, or through a user
 namespace. A namespace ends with its last process, so nothing is left behind, however this ends.
 
+With TWO_HOSTS_CUT=FILE in the environment the cable is unplugged at host1 for as long as FILE exists.
+
 Exit code: the larger one of both hosts; 77 if the kernel does not allow it, with the reason as the last line.
 """
 
@@ -15,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 NOT_ALLOWED = 77
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -34,8 +37,8 @@ def attribute(kind: int, value: bytes) -> bytes:
     return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
-def link(index: int = 0, flags: int = 0) -> bytes:
-    return struct.pack("=BxHiII", 0, 0, index, flags, flags)
+def link(index: int = 0, flags: int = 0, change: int | None = None) -> bytes:
+    return struct.pack("=BxHiII", 0, 0, index, flags, flags if change is None else change)
 
 
 def tell_kernel(kind: int, flags: int, body: bytes) -> None:
@@ -65,6 +68,20 @@ def plug_in(node: int) -> None:
         tell_kernel(_LINK, 0, link(index, _UP))
 
 
+def keep_watch(cut: str) -> None:
+    """A process of the host that pulls the plug and puts it back."""
+    if os.fork():
+        return
+    _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)
+    index, plugged = socket.if_nametoindex("cable"), True
+    while os.getppid() != 1:
+        if os.path.exists(cut) == plugged:
+            plugged = not plugged
+            tell_kernel(_LINK, 0, link(index, _UP if plugged else 0, _UP))
+        time.sleep(0.05)
+    os._exit(0)
+
+
 def become_host(node: int, command: list[str], ready: list[tuple[int, int]], laid: tuple[int, int], peer: int) -> None:
     _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: no host outlives this script
     try:
@@ -80,6 +97,8 @@ def become_host(node: int, command: list[str], ready: list[tuple[int, int]], lai
             if not os.read(laid[0], 1):
                 os._exit(NOT_ALLOWED)  # the other one says why
         plug_in(node)
+        if node == 1 and "TWO_HOSTS_CUT" in os.environ:
+            keep_watch(os.environ["TWO_HOSTS_CUT"])
     except OSError as error:
         print(error.strerror, file=sys.stderr, flush=True)
         os._exit(NOT_ALLOWED)

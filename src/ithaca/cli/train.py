@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .. import faults
 from ..config import Config, load, missing
 from ..launch import find_job, start
 from ..launch.exits import DATA
@@ -34,6 +35,15 @@ def add_train(verbs: Any) -> None:
     parser.add_argument(
         "--check", action="store_true", help="read and check everything that needs no worker, then stop"
     )
+    parser.add_argument(
+        "--allow-change",
+        action="store_true",
+        help="go on from a checkpoint though data or model settings are others now",
+    )
+    parser.add_argument(
+        "--fault", action="append", default=[], metavar="KIND@RANK:STEP[:POINT]",
+        help=f"break this run on purpose, to rehearse (docs/reliability.md); needs {faults.ALLOW}=1",
+    )  # fmt: skip
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.set_defaults(run=run_train, overrides=[])
 
@@ -49,6 +59,7 @@ def run_train(options: argparse.Namespace) -> int:
         )
     loaded = load(None if options.config is None else Path(options.config), overrides, options.recipe)
     config = loaded.config
+    injected = faults.parse_all(options.fault, os.environ)
     require(missing(config, PRESETS), "this run cannot start")
     if options.check:
         print(loaded.text, end="")
@@ -57,7 +68,9 @@ def run_train(options: argparse.Namespace) -> int:
     def train_here(config: Config) -> int:
         from ..train.trainer import train  # here: a launcher that only starts workers needs no torch
 
-        return train(config, quiet=options.quiet, text=loaded.text)
+        return train(
+            config, quiet=options.quiet, text=loaded.text, allow_change=options.allow_change, injected=injected
+        )
 
     if find_job(os.environ) is None:  # workers that we start, or that others started, come here again as ranks
         pack_before(config, options.quiet)

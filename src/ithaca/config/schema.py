@@ -216,6 +216,24 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds without progress after which a rank counts as hanging; null = never. What was slow before may be slow again: a limit
+    grows to 5 times the longest section of its kind so far, so a slow run is not taken for a hanging one."""
+
+    setup: float | None = option(3600.0, "From the start of a rank to its first step.", above=0)
+    step: float | None = option(
+        1800.0,
+        "A step, or a batch of an evaluation. The first step of a process has twice this, or 10 times what was planned.",
+        above=0,
+    )
+    data: float | None = option(900.0, "Waiting for the rows of a step.", above=0)
+    save: float | None = option(3600.0, "Writing a checkpoint while the run waits for it.", above=0)
+    silence: float | None = option(
+        300.0, "A process that gives no sign of life at all: stopped, or on a host that is cut off.", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """How processes start. Under torchrun or srun the command joins that job, and the job's numbers must agree."""
 
@@ -225,6 +243,19 @@ class Launch:
     gpu_memory: int | None = option(
         None, "Memory of a GPU that the run may use (80GB); null = all of it.", unit="bytes", above=0
     )
+    restarts: int = option(
+        3,
+        "On one machine: how often workers are started again after one was lost. Errors that would come again are not retried, "
+        "nor is a run that fails three more times before it passes the step it failed at. Elsewhere this is the scheduler's.",
+        least=0,
+    )
+    grace: float | None = option(
+        None,
+        "Seconds that the scheduler waits between its signal and the kill, for a warning if saving takes longer; null = 30 under "
+        "torchrun, else not known.",
+        above=0,
+    )
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     @property
     def world(self) -> int | None:

@@ -1,9 +1,13 @@
 """From one command to the processes of a run: find out which job this is, or start one on this machine.
 
+    decision                 which of these: here, in workers of our own, or as a rank of a job
     environment · hosts      which job am I part of: torchrun, srun, mpirun
     rendezvous               its ranks find each other, or say who is missing
-    local · process · cause  start and watch workers on this machine; why did it end
-    decision                 the decision between all of these
+    supervise                a run on this machine: attempts, and whether to make another
+    local · process          one attempt: start workers, watch them, end them
+    cause · memory           why did it end
+    pulse · blame            what a rank says while it runs, and which one hangs
+    stop                     a signal asks a rank to stop
     slurm                    a batch script
     exits                    exit codes
 

@@ -7,21 +7,18 @@ a rank that failed by itself; else one whose connection broke; among equals the 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .environment import REPORT
+from . import exits
+from .pulse import tell
 
-_FROM_PEERS = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|TCPStore|lost rank 0", re.IGNORECASE)
-_FROM_PEERS_KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_MOST = 16_000  # characters of a message; a pipe takes 64 KiB without anybody reading
+_MOST = 16_000  # characters of a message: more than a screen, and a bound on what a broken rank can say
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class Failure:
     kind: str
     text: str  # one screen: what, where, what to do, where the traceback is
     moment: float  # time.monotonic(), one clock for all processes of a machine
+    again: bool = False  # whether another try may succeed
 
     @classmethod
     def of(cls, error: BaseException, log: Path) -> Failure:
@@ -41,33 +39,26 @@ class Failure:
             from ..observe.logs import explain
 
             text = explain(error, log)
-        return cls(type(error).__name__, text[:_MOST], moment)
+        return cls(type(error).__name__, text[:_MOST], moment, exits.worth_another_try(error))
 
     @property
     def headline(self) -> str:
         return self.text.partition("\n")[0]
 
     @property
+    def short(self) -> str:
+        """For one of many ranks that fail because another has."""
+        return f"lost another rank ({self.headline[:160]}); {self.text.splitlines()[-1]}"
+
+    @property
     def from_peers(self) -> bool:
         """It failed because another rank had."""
-        return self.kind in _FROM_PEERS_KINDS or bool(_FROM_PEERS.search(self.headline))
+        return exits.from_peers(self.kind, self.headline)
 
 
 def report(failure: Failure, environ: Mapping[str, str]) -> bool:
     """In a rank: tell the launcher, if it is ours."""
-    if REPORT not in environ:
-        return False
-    with suppress(OSError, ValueError):
-        os.write(int(environ[REPORT]), json.dumps(vars(failure)).encode())
-        return True
-    return False
-
-
-def read_report(pipe: int) -> Failure | None:
-    """In the launcher: what a rank that has ended said, if anything."""
-    with suppress(OSError, ValueError, TypeError):
-        return Failure(**json.loads(os.read(pipe, 65536)))  # one short write arrives in one read
-    return None
+    return tell(environ, {"failure": vars(failure)}, wait=True)
 
 
 @dataclass
@@ -80,6 +71,8 @@ class End:
     log: Path
     last_line: str = ""
     failure: Failure | None = None
+    step: int = 0  # that it was in; 0 = none yet
+    out_of_memory: bool = False  # the system says that it killed a process for want of memory
     moment: float = field(default_factory=time.monotonic)
 
     @property
@@ -87,10 +80,32 @@ class End:
         if self.failure:
             return self.failure.headline
         if self.status < 0:
-            name = _signal_name(-self.status)
-            why = " (by the system, because memory ran out, or by somebody)" if name == "SIGKILL" else ""
-            return f"was killed by {name}{why}"
-        return f"ended with exit code {self.status}"
+            name, why = _signal_name(-self.status), ""
+            if self.out_of_memory:
+                why = " (by the system: host memory ran out)"
+            elif name == "SIGKILL":
+                why = " (by the system, because memory ran out, or by somebody)"
+            return f"was killed by {name}{self._at_step}{why}"
+        return f"ended with exit code {self.status}{self._at_step}"
+
+    @property
+    def _at_step(self) -> str:
+        return f" at step {self.step}" if self.step else ""
+
+    @property
+    def again(self) -> bool:
+        """Whether another try may succeed."""
+        if self.failure:
+            return self.failure.again
+        if self.out_of_memory or self.status > 128:  # the latter: it says itself that a signal ended it
+            return False
+        return self.status not in exits.TABLE or self.status in (exits.HANG, exits.LOST)
+
+    @property
+    def code(self) -> int:
+        if self.out_of_memory:
+            return exits.MEMORY
+        return self.status if self.status in exits.TABLE or self.status > 128 else exits.LOST
 
     @property
     def weight(self) -> tuple[int, float]:
@@ -115,7 +130,7 @@ def describe(ends: Sequence[End], world: int) -> str:
     else:
         who = f"rank {first.rank} (pid {first.pid})"
     if first.failure:
-        return f"{who}: " + first.failure.text.replace("\n", "\n  ")
+        return f"{who}{first._at_step}: " + first.failure.text.replace("\n", "\n  ")
     said = f'\n  last line of its log: "{first.last_line}"' if first.last_line else ""
     return f"{who} {first.headline}{said}\n  log: {first.log}"
 

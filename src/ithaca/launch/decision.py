@@ -26,11 +26,13 @@ from pathlib import Path
 from ..config import Config, dump, violations
 from ..stack import require
 from ..train.folder import RunFolder
-from . import exits
+from . import exits, pulse
 from .cause import Failure, last_line, report
 from .environment import Job, find_job
-from .local import run_local
+from .peers import watch_peers, watch_self
 from .process import say, tie_to_launcher
+from .stop import Stop, StoppedEarly, listen
+from .supervise import supervise
 
 Function = str | Callable[[Config], int]
 
@@ -61,12 +63,7 @@ def start(config: Config, function: Function, command: Sequence[str] | None = No
     require(violations(replace(config, launch=sized)), f"the configuration cannot be used on {plan.workers} devices")
     if plan.workers == 1:
         return _alone(config, function)
-    folder = RunFolder(config.run.folder)
-    folder.create()
-    if (holder := folder.holder()) is not None:  # before its logs get lines of ours; rank 0 claims it for good
-        who = f"pid {holder.get('pid')} on {holder.get('host')}" if holder else "another process"
-        raise ValueError(f"{folder.path} is in use by {who}; wait for that run, stop it, or choose another run.folder")
-    return run_local(command, workers=plan.workers, logs=folder.logs)
+    return supervise(command, RunFolder(config.run.folder), config.launch, plan.workers)
 
 
 def plan_workers(config: Config) -> Plan:
@@ -89,32 +86,53 @@ def plan_workers(config: Config) -> Plan:
 
 def _alone(config: Config, function: Function) -> int:
     try:
-        return _load(function)(config)
+        with listen():
+            pulse.begin(config.launch.timeouts, watch_self(RunFolder(config.run.folder)))
+            return _load(function)(config)
+    except StoppedEarly as stopped:
+        say(str(stopped))
+        return exits.STOPPED
     except Exception as error:
         if isinstance(error, ValueError | OSError) or hasattr(error, "exit_code"):
             raise  # it says all there is to say: the command line prints it as it is
         say(Failure.of(error, _log_traceback(config, 0, error)).text)
         return exits.code_of(error)
+    finally:
+        pulse.stop()
 
 
 def _as_rank(config: Config, function: Function, job: Job, timeout: float) -> int:
-    if job.kind == "local":
+    if job.kind in ("local", "torchrun"):
         tie_to_launcher(os.environ)
+    stop = Stop()
     try:
-        _check_numbers(config, job)
-        device = "cpu" if config.launch.cpu is not None else "cuda"
-        from .rendezvous import join, leave
+        with listen() as stop:
+            if job.kind == "local":
+                pulse.begin(config.launch.timeouts)
+            _check_numbers(config, job)
+            device = "cpu" if config.launch.cpu is not None else "cuda"
+            from .rendezvous import join, leave
 
-        digest = hashlib.sha256(dump(config).encode()).hexdigest()
-        join(job, device, timeout, same=digest)
-        code = _load(function)(config)
-        if code in (exits.DONE, exits.STOPPED):
-            leave()
-            return code
+            digest = hashlib.sha256(dump(config).encode()).hexdigest()
+            join(job, device, timeout, same=digest)
+            if job.kind != "local":
+                pulse.begin(
+                    config.launch.timeouts, watch_peers(job, config.launch.timeouts, RunFolder(config.run.folder))
+                )
+            code = _load(function)(config)
+            if code in (exits.DONE, exits.STOPPED):
+                pulse.stop()
+                leave()
+                return code
     except BaseException as error:
-        failure, code = Failure.of(error, _log_traceback(config, job.rank, error)), exits.code_of(error)
-        if not report(failure, os.environ):
-            say(f"rank {job.rank} on {socket.gethostname()}: {failure.text}")
+        if stop.name is not None and stop.early:  # whatever else went wrong then, it did because ranks were leaving
+            code = exits.STOPPED
+        else:
+            failure, code = Failure.of(error, _log_traceback(config, job.rank, error)), exits.code_of(error)
+            if not report(failure, os.environ):
+                say(
+                    f"rank {job.rank} on {socket.gethostname()}: {failure.short if failure.from_peers else failure.text}"
+                )
     # Not through the interpreter's end: it would wait for threads and collectives that wait for other ranks.
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -1,6 +1,8 @@
-"""Exit codes of a run (docs/run_folder.md), and which one an exception stands for."""
+"""Exit codes of a run (docs/run_folder.md), which one an exception stands for, and whether to try again after it."""
 
 from __future__ import annotations
+
+import re
 
 DONE = 0
 CONFIG = 2
@@ -13,6 +15,20 @@ LOST = 8
 STOPPED = 75  # stopped from outside and saved; EX_TEMPFAIL, which schedulers read as "try again"
 
 TABLE = (DONE, CONFIG, DATA, CHECKPOINT, MEMORY, NOT_FINITE, HANG, LOST, STOPPED)
+
+_PEERS = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|TCPStore|lost rank 0", re.IGNORECASE)
+_PEERS_KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_BUGS = (TypeError, NameError, AttributeError, ImportError, LookupError, AssertionError, NotImplementedError)
+
+
+def from_peers(kind: str, headline: str) -> bool:
+    """Whether a rank failed because another had: the name of its exception, and the first line of what it says."""
+    return kind in _PEERS_KINDS or bool(_PEERS.search(headline))
+
+
+def worth_another_try(error: BaseException) -> bool:
+    """Not: what would come again, because it lies in the config, the data, the numbers, the size of the memory or the code."""
+    return code_of(error) in (1, HANG, LOST) and not isinstance(error, _BUGS)
 
 
 def code_of(error: BaseException) -> int:
@@ -32,4 +48,4 @@ def code_of(error: BaseException) -> int:
         return CONFIG
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
         return MEMORY
-    return 1
+    return LOST if from_peers(type(error).__name__, str(error).partition("\n")[0]) else 1

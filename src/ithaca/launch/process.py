@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -11,13 +12,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from . import exits
-from .cause import End, read_report
+from .blame import Sign
+from .cause import End, Failure
 from .environment import LAUNCHER
+from .memory import oom_kills
+from .pulse import Beat
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -29,7 +33,35 @@ class Worker:
     report: int
     log: Path
     log_start: int
+    stacks: int  # a file without a name, for its Python stacks
     end: End | None = None
+    beat: Beat | None = None  # its last one
+    failure: Failure | None = None
+    heard: float = field(default_factory=time.monotonic)
+    kills: int = field(default_factory=oom_kills)  # by the system, for want of memory, before it started
+    _unread: bytes = b""
+
+    def listen(self) -> None:
+        """Read what it has said since."""
+        with suppress(BlockingIOError):
+            while data := os.read(self.report, 65536):
+                self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            self.heard = time.monotonic()
+            with suppress(ValueError, TypeError):  # whatever else writes there is not for us
+                message = json.loads(line)
+                if "beat" in message:
+                    self.beat = Beat(**message["beat"])
+                elif "failure" in message:
+                    self.failure = Failure(**message["failure"])
+
+    def sign(self, setup: float | None) -> Sign:
+        state = b""
+        with suppress(OSError):
+            state = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+        who = f"rank {self.rank} (pid {self.process.pid})"
+        return Sign(self.rank, who, self.heard, self.beat, state in (b"T", b"t"), setup)
 
     def look(self) -> bool:
         """Has it ended just now? If so, end what it left behind."""
@@ -39,7 +71,10 @@ class Worker:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # before it is reaped: until then nobody else can have its number
         status = self.process.wait()
-        self.end = End(self.rank, pid, status, self.log, failure=read_report(self.report))
+        self.listen()
+        step = self.beat.step if self.beat else 0
+        starved = status == -signal.SIGKILL and oom_kills() > self.kills
+        self.end = End(self.rank, pid, status, self.log, "", self.failure, step, starved)
         return True
 
     def send(self, number: int, children: bool = False) -> None:
@@ -99,8 +134,8 @@ def catch_signals(numbers: Sequence[int]) -> Iterator[list[int]]:
 
 
 def tie_to_launcher(environ: Mapping[str, str]) -> None:
-    """In a worker: die with the launcher, however it dies."""
-    launcher = int(environ[LAUNCHER])
+    """In a worker: die with the launcher, however it dies. Ours, or torchrun's agent."""
+    launcher = int(environ[LAUNCHER]) if LAUNCHER in environ else os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it died before we asked
         os._exit(exits.LOST)

@@ -26,7 +26,8 @@ from ..files import write_atomically
 CONTRACT = 1
 """Version of the layout; in every status.json."""
 
-STATES = ("starting", "running", "saving", "stopped", "finished", "failed")
+STATES = ("starting", "running", "saving", "restarting", "stopped", "finished", "failed")
+_ENDED = ("restarting", "stopped", "finished", "failed")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,21 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def stacks(self) -> Path:
+        """Where ranks stood when one of them hung: rank-R.txt."""
+        return self.path / "stacks"
+
+    @property
+    def wish(self) -> Path:
+        """Whoever makes this file wants a checkpoint now; it goes when the checkpoint is there."""
+        return self.path / "SAVE"
+
+    @property
+    def bad_batch(self) -> Path:
+        """What was trained on when the loss was not finite."""
+        return self.path / "bad_batch.json"
 
     @property
     def plan(self) -> Path:
@@ -90,8 +106,9 @@ class RunFolder:
             raise ValueError(f"{self.path} cannot be written; choose another run.folder, or change its permissions")
 
     @contextmanager
-    def claim(self) -> Iterator[None]:
-        """Hold the folder for one run. ValueError with host and pid if another run has it."""
+    def claim(self) -> Iterator[int]:
+        """Hold the folder for one run. ValueError with host and pid if another run has it. -> the open lock: a process that
+        inherits it holds the folder too"""
         self.create()
         file = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -106,7 +123,7 @@ class RunFolder:
             holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": _now()}
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(holder).encode(), 0)
-            yield
+            yield file
             os.ftruncate(file, 0)  # the file itself stays: removing it would let two runs lock two files of one name
         finally:
             os.close(file)  # drops the lock
@@ -152,6 +169,11 @@ class RunFolder:
                 "folder, or another run.folder"
             )
         return found
+
+
+def unclean(status: dict[str, Any] | None) -> bool:
+    """Whether this is the last status of a run that nobody holds any more and that did not say how it ended: all was killed."""
+    return status is not None and status.get("state") not in _ENDED
 
 
 def _lock(file: int) -> None:

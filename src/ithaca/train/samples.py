@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from .. import faults
 from ..batch import Batch
 from ..config.schema import Config, Source
 from ..data.batch import batch_from_rows
@@ -109,6 +110,7 @@ class Loader:
         return found
 
     def _read(self, step: int) -> list[Batch]:
+        faults.reach("data", step + 1)
         samples = self.samples(step)
         each = self.rows // self.accumulation
         vocabulary = self.run.decoder.config.vocab_size

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .. import faults
 from ..batch import Batch
 from ..config.schema import Train
+from ..files import write_atomically
 from ..launch.exits import NOT_FINITE
 from ..run import Run
 from .ends import Failed
 from .optim import clip, global_norm, gradients, learning_rate, set_learning_rate
 
+log = logging.getLogger("ithaca")
+
 
 class NotFinite(Failed):
-    """A loss or gradient is NaN or infinite; the weights were not touched."""
+    """A loss or gradient is NaN or infinite; the weights were not touched.
+
+    ranks: whose part of the loss it was; none if only gradients are not finite."""
+
+    def __init__(self, text: str, step: int, samples: range, ranks: tuple[int, ...]) -> None:
+        super().__init__(NOT_FINITE, text)
+        self.step, self.samples, self.ranks = step, samples, ranks
+
+    def write(self, path: Path, documents: Callable[[int], Iterable[int]], first: bool) -> None:
+        """What was trained on: rank 0 writes it down, all say where. documents: their lengths in a row."""
+        self.args = (f"{self} (documents of these rows: {path})",)
+        if not first:
+            return
+        rows = [{"row": row, "documents": list(documents(row))} for row in self.samples]
+        about = {"step": self.step, "ranks": list(self.ranks), "rows": rows, "cause": str(self)}
+        try:
+            write_atomically(path, json.dumps(about, indent=1) + "\n")
+        except OSError as error:  # a run that has failed does not fail again for it
+            log.warning("%s could not be written (%s)", path, error.strerror)
 
 
 @dataclass(frozen=True)
@@ -36,15 +62,19 @@ def train_step(
     """The step after `step` finished ones, on the rows `samples` in `batches`, one micro-batch after the other."""
     supervised = sum(batch.supervised for batch in batches)
     total = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
+    sound = torch.ones((), dtype=torch.bool, device=run.mesh.device)  # this rank's parts of the loss
     for batch in batches:
         loss = run.loss(batch, supervised=supervised, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
         loss.backward()
         total += loss.detach()
+        if run.part is not None:
+            sound &= run.part.isfinite()
     grads = gradients(run.model)
     norm = global_norm(grads)
     value, size = torch.stack((total, norm.to(total))).tolist()  # the one place where the CPU waits for the GPU
     if not (_finite(value) and _finite(size)):
-        _refuse(run, grads, value, size, step, samples)
+        _refuse(run, grads, value, size, sound, step, samples)
+    faults.reach("optim")
     clip(grads, norm, train.clip)
     rate = learning_rate(train, step)
     set_learning_rate(optimizer, rate)
@@ -57,28 +87,34 @@ def _finite(number: float) -> bool:
     return number - number == 0.0
 
 
-def _refuse(run: Run, grads: list[Tensor], loss: float, norm: float, step: int, samples: range) -> None:
+def _refuse(run: Run, grads: list[Tensor], loss: float, norm: float, sound: Tensor, step: int, samples: range) -> None:
     """Every rank comes here: loss and norm are the same on all of them."""
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    bad = torch.tensor(sum(int((~g.isfinite()).sum()) for g in local), device=run.mesh.device)
-    counts = [int(bad)]
+    bad = torch.tensor([sum(int((~g.isfinite()).sum()) for g in local), int(not sound)], device=run.mesh.device)
+    found = [torch.zeros_like(bad) for _ in range(run.mesh.world.size)]
     if run.mesh.world.size > 1:
-        found = [torch.zeros_like(bad) for _ in range(run.mesh.world.size)]
         dist.all_gather(found, bad)
-        counts = [int(each) for each in found]
-    ranks = [rank for rank, count in enumerate(counts) if count]
+    else:
+        found = [bad]
+    counts, origin = ([int(each[i]) for each in found] for i in range(2))
+    of_loss = tuple(rank for rank, broken in enumerate(origin) if broken)
+    ranks = tuple(rank for rank, count in enumerate(counts) if count)
     named = [name for name, p in run.model.named_parameters() if p.grad is not None and _has_bad(p.grad)]
-    where = (
-        f"; {sum(counts):,} gradients on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        if ranks
-        else ""
-    )
-    where += f", first in {named[0]}" if named else ""
+    where = f" (of {_ranks(of_loss)})" if of_loss and run.mesh.world.size > 1 else ""
+    bad_gradients = f"; {sum(counts):,} gradients on {_ranks(ranks)}" if ranks else ""
+    bad_gradients += f", first in {named[0]}" if named else ""
     raise NotFinite(
-        NOT_FINITE,
-        f"step {step + 1}: loss {loss}, gradient norm {norm}{where}. Rows {samples.start} to {samples.stop - 1} of the data. The "
-        "weights were not touched: the last checkpoint is good. Look at these rows, or lower train.lr or train.clip",
+        f"step {step + 1}: loss {loss}{where}, gradient norm {norm}{bad_gradients}. Rows {samples.start} to "
+        f"{samples.stop - 1} of the data. The weights were not touched: the last checkpoint is good. Look at these "
+        "rows, or lower train.lr or train.clip",
+        step + 1,
+        samples,
+        of_loss,
     )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _has_bad(grad: Tensor) -> bool:

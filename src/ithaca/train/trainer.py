@@ -1,18 +1,21 @@
 """The run itself, as every rank executes it: build, resume, step, log, save, stop.
 
 All ranks walk through the same calls in the same order; whatever only one of them can know (a signal, a file called SAVE, a full
-disk) is agreed on at the end of a step, before anyone acts on it. The state of a run is its checkpoint and nothing else: step n
+disk) is agreed on between steps, before anyone acts on it. The state of a run is its checkpoint and nothing else: step n
 trains on the same samples with the same learning rate whether or not the run was stopped before it.
+
+Before the first step a signal ends a rank at once (launch/stop.py). From then on it is looked at after each step, after each
+batch of an evaluation and after each save, so none of these has to be waited for twice.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import signal
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,54 +23,75 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import faults
 from ..config import dump
 from ..config.schema import Config, StackOptions
 from ..config.sizes import format_bytes
 from ..data.batch import batch_from_rows
 from ..data.rows import Stream
 from ..files import write_atomically
-from ..launch.exits import CHECKPOINT, CONFIG, DATA, MEMORY, STOPPED, code_of
+from ..launch import pulse
+from ..launch.environment import ATTEMPT, LAUNCHER
+from ..launch.exits import CONFIG, DATA, MEMORY, STOPPED, code_of, from_peers
+from ..launch.stop import Stop, StoppedEarly, listen
 from ..observe.display import Display
 from ..observe.flops import mfu, model_flops, peak_flops
 from ..observe.logs import log_to
 from ..observe.metrics import Metrics
 from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
 from ..observe.record import StepRecord
+from ..observe.stragglers import Stragglers
 from ..observe.text import Facts, headline
 from ..planner.search import Plan
 from ..planner.shortage import gpu_shortage, host_shortage
 from ..redact import redacted
 from ..report import write_report
 from ..stack import Stack
-from ..storage import checkpoint as checkpoints
-from ..storage.ranks import first
+from .agreement import Agreement
 from .build import automatic_stack, is_preset, model_config, planned, prepared
 from .ends import Failed
-from .folder import RunFolder
+from .folder import RunFolder, unclean
 from .optim import build_optimizer
+from .resume import resume
 from .samples import Loader, needs_packing, open_stream, pack_sources
+from .saving import Saver, grace_of
 from .step import NotFinite, Stepped, train_step
 
 log = logging.getLogger("ithaca")
 
 
-def train(config: Config, *, quiet: bool = False, text: str | None = None) -> int:
+def train(
+    config: Config,
+    *,
+    quiet: bool = False,
+    text: str | None = None,
+    allow_change: bool = False,
+    injected: Sequence[faults.Fault] = (),
+) -> int:
     """Train as this rank of the process group, or alone where there is none. -> exit code
 
-    text: the resolved config as it is to be written down; None = as `dump` writes it.
+    text: the resolved config as it is to be written down; None = as `dump` writes it. allow_change: go on from a checkpoint
+    though data or model are others. injected: faults to rehearse.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     folder = RunFolder(config.run.folder)
     with ExitStack() as closing:
-        if rank == 0:
+        if rank == 0 and LAUNCHER not in os.environ:  # our launcher holds it for all attempts
             closing.enter_context(folder.claim())
+        stop = closing.enter_context(listen())
         display = Display(config.run.name, config.train.steps, folder=config.run.folder, quiet=quiet, rank=rank)
         closing.enter_context(log_to(folder, rank, display))
         closing.enter_context(display)
-        trainer = Trainer(config, folder, display, rank, text)
+        if rank == 0 and unclean(folder.read_status()):
+            display.say("Previous run ended without a clean stop.")
+        faults.arm(injected, rank, folder.path)
+        closing.callback(faults.arm, (), rank, None)
+        trainer = Trainer(config, folder, display, rank, text, stop)
         try:
-            with stop_signals(trainer.ask_to_stop):
-                return trainer.run()
+            return trainer.run(allow_change)
+        except StoppedEarly as stopped:
+            trainer.stopped_early(str(stopped))
+            raise
         except torch.OutOfMemoryError as error:
             shortage = Failed(MEMORY, gpu_shortage(trainer.plan, torch.cuda.max_memory_allocated(trainer.device)))
             trainer.failed(shortage)
@@ -82,8 +106,10 @@ def train(config: Config, *, quiet: bool = False, text: str | None = None) -> in
 
 
 class Trainer:
-    def __init__(self, config: Config, folder: RunFolder, display: Display, rank: int, text: str | None) -> None:
-        self.folder, self.display, self.rank = folder, display, rank
+    def __init__(
+        self, config: Config, folder: RunFolder, display: Display, rank: int, text: str | None, stop: Stop
+    ) -> None:
+        self.folder, self.display, self.rank, self.stop = folder, display, rank, stop
         self.device = _device(config)
         self.hf = model_config(config.model, config.data.context)
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -96,8 +122,8 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.stopping: str | None = None
-        self.saving: checkpoints.Saving | None = None
-        self.newest: str | None = None
+        self.saver: Saver | None = None
+        self.stragglers = Stragglers()
 
     def _agreed_stack(self, config: Config, world: int) -> Stack:
         """What rank 0 chooses, on every rank: hosts differ in free memory and disk, and must not choose differently."""
@@ -117,7 +143,7 @@ class Trainer:
 
     # -- from start to end ----------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
+    def run(self, allow_change: bool = False) -> int:
         config = self.config
         self._status("starting")
         self.display.doing("building the model")
@@ -129,21 +155,34 @@ class Trainer:
         except ValueError as error:
             raise Failed(DATA, str(error)) from error
         self.optimizer = build_optimizer(run.model, config.train)
+        self.agreement = Agreement(self.folder, self.stop, run.mesh.world, self.device)
         self.loader = Loader(stream, run, config.train.rows, config.train.accumulation)
-        resumed = self._resume()
+        self.display.doing("looking for a checkpoint")
+        resumed = resume(
+            self.folder.checkpoints, run, self.optimizer, config, text=self.text, contents=stream.contents,
+            allow_change=allow_change,
+        )  # fmt: skip
+        if resumed is not None:
+            self.step, self.tokens = resumed.step, resumed.tokens
         if self.rank == 0:
             self.folder.config.write_text(self.text)
             if self.plan is not None:
                 write_atomically(self.folder.plan, json.dumps(self.plan.json(), indent=1) + "\n")
-        self.display.say(headline(self._facts(stream, resumed)))
+        self.display.say(headline(self._facts(stream, resumed and resumed.name)))
+        for line in resumed.lines if resumed else ():
+            self.display.say(line)
         metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name)
         with metrics:
             metrics.event("resume" if resumed else "start", from_step=self.step)
-            self._loop(metrics, held_out)
+            self.saver = Saver(config, self.folder, run, self.optimizer, metrics, resumed and resumed.name)
+            if expected := self._from_first(lambda: self.plan and self.plan.speed.seconds * config.train.accumulation):
+                pulse.expect(expected)
+            self.stop.early = False
+            self._loop(metrics, held_out, self.saver)
             if self.stopping is not None:
                 metrics.event("stop", cause=self.stopping, at_step=self.step)
         self.loader.close()
-        where = self.newest or "nowhere: it had nothing new"
+        where = self.saver.newest or "nowhere: it had nothing new"
         if self.stopping is not None:
             self._status("stopped", cause=self.stopping, exit_code=STOPPED)
             self.display.say(
@@ -168,7 +207,7 @@ class Trainer:
             return ""
         return f"\n  report: {page}"
 
-    def _loop(self, metrics: Metrics, held_out: Stream | None) -> None:
+    def _loop(self, metrics: Metrics, held_out: Stream | None, saver: Saver) -> None:
         train, timer = self.config.train, StepTimer()
         gauge = Gauge(self.device, self.model.store)
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
@@ -176,28 +215,42 @@ class Trainer:
             logged = metrics.due(self.step + 1)
             if logged:
                 gauge.begin()
-            self.display.doing(f"step {self.step + 1}")
+            self._enter("data", f"step {self.step + 1}", self.step + 1)
             self._status("running")
             samples = self.loader.samples(self.step)
+            waited = time.perf_counter()
             batches = self._batches()
+            waited = time.perf_counter() - waited
+            self._enter("step", f"step {self.step + 1}", self.step + 1)
+            self.model.own.take()  # what an evaluation has measured is not part of a step
             timer.begin()
             try:
                 done = train_step(self.model, self.optimizer, batches, train, self.step, samples)
-            except NotFinite:  # on every rank: what is being written is good, and will be wanted
-                self._finish_save(metrics)
+            except NotFinite as error:  # on every rank: what is being written is good, and will be wanted
+                saver.finish()
+                error.write(self.folder.bad_batch, self.loader.stream.documents, self.rank == 0)
                 raise
             seconds = timer.end()
             self.step += 1
             self.tokens += done.tokens
+            own = waited + self.model.own.take()
             evaluated = self._evaluate(held_out)
             if logged or evaluated is not None or self.step == train.steps:
                 record = self._record(done, seconds, gauge, peak, samples, evaluated)
                 metrics.step(record)
                 left = timer.eta(train.steps - self.step)
-                self.display.step(record, eta=left, typical=timer.typical, next_save=self._next_save())
+                self.display.step(record, eta=left, typical=timer.typical, next_save=saver.next(self.step))
                 self._compare(record)
-            self._after_step(metrics)
-        self._finish_save(metrics)
+            self._after_step(metrics, saver, seconds, own)
+            if text := saver.too_slow(grace_of(self.config.launch.grace, os.environ), timer.typical):
+                log.warning("%s", text)
+        saver.finish()
+
+    def _enter(self, section: str, words: str, step: int) -> None:
+        """Something else begins: for the person at the display, for whoever watches for hangs, and for faults."""
+        faults.at(step)
+        pulse.section(section, step)
+        self.display.doing(words)
 
     def _compare(self, record: StepRecord) -> None:
         """What was planned beside what came, once: after the second step, when nothing is built or pinned any more."""
@@ -217,11 +270,14 @@ class Trainer:
     def _data(self) -> tuple[Stream, Stream | None]:
         vocabulary, problem = self.hf.vocab_size, None
         try:
+            if needs_packing(self.config):
+                pulse.section("pack")  # which may take hours, and has no limit
             if self.rank == 0 and needs_packing(self.config):
                 pack_sources(self.config, self.display.say)  # done already, unless others than we started this job
         except (ValueError, OSError) as error:
             problem = str(error)
         self.model.mesh.agree(problem)
+        pulse.section("setup")
         stream = open_stream(self.config, vocabulary)
         evaluation = self.config.eval
         if evaluation.every is None:
@@ -236,35 +292,6 @@ class Trainer:
             return self.loader.batches(self.step, last=self.step + 1 == self.config.train.steps)
         except (ValueError, OSError) as error:
             raise Failed(DATA, str(error)) from error
-
-    def _resume(self) -> str | None:
-        """Load the newest good checkpoint, if there is any. -> its name"""
-        folder = self.folder.checkpoints
-        try:
-            checkpoints.ready(folder, self.model)
-            if not first(self.model.mesh, lambda: _swept(folder)):
-                return None
-            self.display.doing("loading a checkpoint")
-            extra = checkpoints.load(folder, self.model, self.optimizer)
-        except ValueError as error:
-            raise Failed(CHECKPOINT, str(error)) from error
-        found = f"step-{extra['step']}"
-        self.step, self.tokens, self.newest = extra["step"], extra["tokens"], f"checkpoints/{found}"
-        if extra["samples"] != self.step * self.config.train.rows:
-            raise Failed(
-                CHECKPOINT,
-                f"{found} was made with train.rows={extra['samples'] // max(self.step, 1)}, this run has {self.config.train.rows}: "
-                "samples would be skipped or repeated; keep train.rows, or start in another run.folder",
-            )
-        now = self.loader.stream.contents
-        other = sorted(name for name, was in extra.get("data", {}).items() if now.get(name, was) != was)
-        if other:
-            raise Failed(
-                DATA,
-                f"{', '.join(other)} holds other data than {found} was trained on, so rows would be skipped or repeated; bring "
-                "back the data that was packed then, or start in another run.folder",
-            )
-        return found
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         """What rank 0 says, on every rank."""
@@ -299,51 +326,54 @@ class Trainer:
         every = self.config.eval.every
         if stream is None or every is None or self.step % every:
             return None
-        self.display.doing("evaluating")
         groups = self.model.mesh.data.size
         rows = max(groups, self.config.eval.rows // groups * groups)
         total, count = 0.0, 0
         with torch.no_grad():
             for at in range(0, rows, groups):
+                self._enter("eval", "evaluating", self.step)
+                faults.reach("eval")
                 batch = batch_from_rows(stream, range(at, at + groups), self.model.mesh, self.stack, self.hf.vocab_size)
                 total += float(self.model.loss(batch)) * batch.supervised
                 count += batch.supervised
+                if self._agree_to_stop(self.agreement.to_stop()):
+                    return None  # the step was trained, and can be saved; the evaluation comes again at its next time
         return total / count
 
     # -- saving and stopping --------------------------------------------------------------------------------------------
 
-    def ask_to_stop(self, name: str) -> None:
-        self.asked = name
+    def _agree_to_stop(self, asked: str | None) -> bool:
+        """asked: a signal, the same on every rank."""
+        if asked is not None and self.stopping is None:
+            self.stopping = asked
+            about = f" (about {self.saver.seconds:.0f} s)" if self.saver and self.saver.seconds else ""
+            self.display.say(f"{asked} at step {self.step}: saving{about} and stopping")
+        return self.stopping is not None
 
-    asked: str | None = None
-
-    def _after_step(self, metrics: Metrics) -> None:
+    def _after_step(self, metrics: Metrics, saver: Saver, seconds: float, own: float) -> None:
         """What one rank wants, all do: stop, or save now."""
-        wish = self.folder.path / "SAVE"
-        wants = {"stop": float(self.asked is not None), "save": float(self.rank == 0 and wish.exists())}
-        agreed = largest(wants, self.model.mesh.world, self.device)
-        every = self.config.checkpoint.every
-        last = self.step == self.config.train.steps
-        if agreed["stop"]:
-            self.stopping = self._from_first(lambda: self.asked) or "a signal to another rank"
-        if agreed["stop"] or agreed["save"] or last or (every is not None and self.step % every == 0):
-            self._finish_save(metrics)
-            self._save(metrics)
-            if self.rank == 0:
-                with suppress(OSError):  # no rank may fail alone
-                    wish.unlink(missing_ok=True)
-        elif self.saving is not None:
-            late = {"late": float(not self.saving.done())}
-            if not largest(late, self.model.mesh.world, self.device)["late"]:
-                self._finish_save(metrics)
+        agreed = self.agreement.after_step(saver.writing(), own)
+        slow = self.stragglers.add(agreed.own, seconds)
+        if slow is not None and self.rank == 0:
+            log.warning("%s", slow)
+            metrics.event("straggler", rank=slow.rank, ratio=round(slow.ratio, 2), at_step=self.step)
+        needed = self._agree_to_stop(agreed.stop) or self.step == self.config.train.steps
+        if not (needed or agreed.save or saver.due(self.step)):
+            if not agreed.writing:
+                saver.finish()
+            return
+        self._save(saver, wait=needed or agreed.save, needed=needed)
+        if self.rank == 0 and agreed.save:
+            with suppress(OSError):  # no rank may fail alone
+                self.folder.wish.unlink(missing_ok=True)
+        if not needed and self._agree_to_stop(self.agreement.to_stop()):  # asked while saving
+            saver.finish(needed=True)
+            if not saver.has(self.step):
+                self._save(saver, wait=True, needed=True)
 
-    def _next_save(self) -> int | None:
-        every, steps = self.config.checkpoint.every, self.config.train.steps
-        return steps if every is None else min(steps, (self.step // every + 1) * every)
-
-    def _save(self, metrics: Metrics) -> None:
+    def _save(self, saver: Saver, *, wait: bool, needed: bool) -> None:
         self._status("saving")
-        self.display.doing("saving")
+        self._enter("save", "saving", self.step)
         extra = {
             "step": self.step,
             "tokens": self.tokens,
@@ -351,53 +381,7 @@ class Trainer:
             "config": self.text,
             "data": self.loader.stream.contents,
         }
-        now = self.stopping is None and self.step < self.config.train.steps and self.config.checkpoint.asynchronous
-        try:
-            self.saving = checkpoints.save(
-                self.folder.checkpoints, self.model, self.optimizer, extra, step=self.step, asynchronous=now
-            )
-        except checkpoints.NotWritten as error:
-            self._not_saved(error, self.step, metrics)
-        if not now:
-            self._finish_save(metrics)
-
-    def _finish_save(self, metrics: Metrics) -> None:
-        """Publish what is being written; it counts from here on."""
-        if self.saving is None:
-            return
-        begin = time.perf_counter()
-        saving, self.saving = self.saving, None
-        try:
-            path = saving.wait()
-        except checkpoints.NotWritten as error:
-            return self._not_saved(error, saving.step, metrics)
-        self.newest, self.failed_saves = f"checkpoints/{path.name}", 0
-        options = self.config.checkpoint
-        first(
-            self.model.mesh,
-            lambda: bool(checkpoints.prune(self.folder.checkpoints, options.keep_last, options.keep_every)),
-        )
-        metrics.event("save", checkpoint=path.name, waited=round(time.perf_counter() - begin, 3))
-        log.info("saved %s", path)
-
-    failed_saves = 0  # in a row
-
-    def _not_saved(self, error: checkpoints.NotWritten, step: int, metrics: Metrics) -> None:
-        """A full disk costs a save, not the run: older checkpoints stand. At the end of a run, or again and again, it does."""
-        self.failed_saves += 1
-        most, kept = self.config.checkpoint.failures, self.newest or "no checkpoint yet"
-        metrics.event("save_failed", at_step=step, cause=str(error))
-        last = self.stopping is not None or self.step == self.config.train.steps
-        if last or self.failed_saves >= most:
-            raise Failed(
-                CHECKPOINT,
-                f"step {step} could not be saved ({self.failed_saves} of {most} failures in a row): {error}\n"
-                f"newest checkpoint: {kept}; make room or choose another run.folder, and start the same command again",
-            ) from error
-        log.warning(
-            "step %d could not be saved: %s. Keeping %s; the next try is at step %s (%d of %d failures in a row)",
-            step, error, kept, self._next_save(), self.failed_saves, most,
-        )  # fmt: skip
+        saver.save(self.step, extra, wait=wait, needed=needed)
 
     # -- words ----------------------------------------------------------------------------------------------------------
 
@@ -417,35 +401,20 @@ class Trainer:
 
     def _status(self, state: str, **about: Any) -> None:
         if self.rank == 0:
-            about = {"step": self.step, "steps": self.config.train.steps, "checkpoint": self.newest, **about}
+            newest = None if self.saver is None else self.saver.newest
+            about = {"step": self.step, "steps": self.config.train.steps, "checkpoint": newest, **about}
+            about["attempts"] = int(os.environ.get(ATTEMPT, 1))
             self.folder.write_status(state, resume=f"ithaca train {self.folder.config}", **about)
+
+    def stopped_early(self, cause: str) -> None:
+        self._status("stopped", cause=cause, exit_code=STOPPED)
 
     def failed(self, error: BaseException) -> None:
         if not isinstance(error, SystemExit | KeyboardInterrupt):
-            self._status(
-                "failed", cause=(str(error).splitlines() or [type(error).__name__])[0], exit_code=code_of(error)
-            )
-
-
-@contextmanager
-def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGUSR1 ask the run to save and stop after this step; a second one stops at once. Within two seconds
-    they count as one: schedulers signal the launcher and its ranks together, and the launcher passes its own on."""
-    asked: list[float] = []
-
-    def handle(number: int, _: Any) -> None:
-        if not asked:
-            asked.append(time.monotonic())
-            ask(signal.Signals(number).name)
-        elif time.monotonic() - asked[0] > 2.0:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            cause = (str(error).splitlines() or [type(error).__name__])[0]
+            if from_peers(type(error).__name__, cause):
+                cause = f"lost another rank ({cause})"
+            self._status("failed", cause=cause, exit_code=code_of(error))
 
 
 def _device(config: Config) -> torch.device:
@@ -456,13 +425,6 @@ def _device(config: Config) -> torch.device:
 
 def _objects_on(device: torch.device) -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
-
-
-def _swept(folder: Path) -> bool:
-    """Remove what interrupted saves have left. -> whether there are checkpoints"""
-    for path in checkpoints.remove_unfinished(folder):
-        log.warning("removed unfinished checkpoint %s (an interrupted save)", path.name)
-    return bool(checkpoints.published(folder))
 
 
 def _model_name(config: Config) -> str:

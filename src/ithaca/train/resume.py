@@ -1,0 +1,148 @@
+"""Going on from a checkpoint: is it still the same run? What changed is said; what would make it another one needs a yes.
+
+train, stack, launch, checkpoint, eval, log     may change; what affects the result (train) is listed
+data, model                                     refused without --allow-change: the rows would be others, or the weights
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ..config.schema import Config
+from ..launch.exits import CHECKPOINT, CONFIG, DATA
+from ..run import Run
+from ..stack import Stack
+from ..storage import checkpoint as checkpoints
+from ..storage.files import read_state
+from ..storage.ranks import first
+from .ends import Failed
+
+log = logging.getLogger("ithaca")
+
+_SAID = ("train",)
+_GUARDED = ("data", "model")
+_HARMLESS = ("model.trust_remote_code", "model.lora.merge_on_export")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    name: str  # of the checkpoint
+    step: int
+    tokens: int
+    lines: list[str]  # what to tell the user
+
+
+def resume(
+    folder: Path,
+    run: Run,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    *,
+    text: str,
+    contents: Mapping[str, Any],
+    allow_change: bool,
+) -> Resumed | None:
+    """Load the newest good checkpoint of a folder, if there is any. Collective.
+
+    text: the config as checkpoints hold it; contents: what the data is now. Failed says what does not fit.
+    """
+    try:
+        checkpoints.ready(folder, run)
+        if not first(run.mesh, lambda: _swept(folder)):
+            return None
+        extra = checkpoints.load(folder, run, optimizer)
+    except ValueError as error:
+        raise Failed(CHECKPOINT, str(error)) from error
+    step, rows = extra["step"], config.train.rows
+    found = f"step-{step}"
+    if extra["samples"] != step * rows:
+        raise Failed(
+            CHECKPOINT,
+            f"{found} was made with train.rows={extra['samples'] // max(step, 1)}, this run has {rows}: samples would be skipped "
+            "or repeated; keep train.rows, or start in another run.folder",
+        )
+    other = sorted(name for name, was in extra.get("data", {}).items() if contents.get(name, was) != was)
+    if other:
+        raise Failed(
+            DATA,
+            f"{', '.join(other)} holds other data than {found} was trained on, so rows would be skipped or repeated; bring back "
+            "the data that was packed then, or start in another run.folder",
+        )
+    problem, lines = compare(read_state(folder / found), text, run.stack, run.mesh.world.size)
+    if problem is not None and not allow_change:
+        raise Failed(CONFIG, problem)
+    return Resumed(found, step, extra["tokens"], lines)
+
+
+def _swept(folder: Path) -> bool:
+    """Remove what interrupted saves have left. -> whether there are checkpoints"""
+    for path in checkpoints.remove_unfinished(folder):
+        log.warning("removed unfinished checkpoint %s (an interrupted save)", path.name)
+    return bool(checkpoints.published(folder))
+
+
+def compare(state: dict[str, Any], text: str, stack: Stack, world: int) -> tuple[str | None, list[str]]:
+    """state: a checkpoint's state.json; text: the config now. -> (what needs a yes, or None; lines to say)"""
+    extra, lines = state["extra"], []
+    said, refused = changes(extra.get("config") or text, text)
+    if said or refused:
+        lines.append(f"changed since step {state['step']}: " + ", ".join([*refused, *said]))
+    moved = topology(state["world"], {"size": world, "stack": asdict(stack)}, extra["samples"])
+    return refusal(state["step"], refused) if refused else None, [*lines, *([moved] if moved else [])]
+
+
+def changes(before: str, now: str) -> tuple[list[str], list[str]]:
+    """Of two configs as text: (changes to mention, changes to refuse), each as `train.lr 1e-05 → 3e-05`."""
+    old, new = _flat(yaml.safe_load(before), ""), _flat(yaml.safe_load(now), "")
+    said, refused = [], []
+    for name in sorted(old.keys() | new.keys()):
+        if name in _HARMLESS or old.get(name) == new.get(name):
+            continue
+        section = name.partition(".")[0]
+        text = f"{name} {_word(old.get(name))} → {_word(new.get(name))}"
+        if section in _GUARDED:
+            refused.append(text)
+        elif section in _SAID:
+            said.append(text)
+    return said, refused
+
+
+def refusal(step: int, found: list[str]) -> str:
+    shown = "\n  ".join([*found[:12], *([f"and {len(found) - 12} more"] if len(found) > 12 else [])])
+    return (
+        f"the run was trained with other settings up to step {step}:\n  {shown}\nGo on with the new ones with --allow-change, "
+        "take the old ones back, or start in another run.folder"
+    )
+
+
+def topology(before: dict[str, Any], now: dict[str, Any], sample: int) -> str | None:
+    """One line if the ranks or their layout changed. before, now: {"size": ..., "stack": {...}} as state.json has it."""
+    shapes = [
+        (each["size"], each["stack"].get("ulysses"), each["stack"].get("ring"), each["stack"].get("replicate"))
+        for each in (before, now)
+    ]
+    if shapes[0] == shapes[1]:
+        return None
+    old, new = (f"{size} ranks (ulysses {u} × ring {r})" for size, u, r, _ in shapes)
+    return f"layout changed: {old} → {new}; model and optimizer resharded, data goes on at sample {sample:,}"
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found.update(_flat(inner, f"{name}.{key}" if name else str(key)))
+    return found
+
+
+def _word(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

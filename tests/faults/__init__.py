@@ -1,0 +1,1 @@
+"""What happens to a run when things go wrong: RELIABILITY A14, docs/reliability.md."""

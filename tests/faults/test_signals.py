@@ -1,0 +1,180 @@
+"""What a run of several ranks does in the middle of things: signals at every point, a wish to save, a NaN on one rank, a slow rank,
+other settings on resume. Ranks of the shared pool, so a run takes about a second; faults are those that users rehearse with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ithaca import faults
+from ithaca.cli.main import main
+from ithaca.config import load
+from ithaca.observe import read_metrics
+from ithaca.storage.files import verify
+from ithaca.train.ends import Failed
+from ithaca.train.trainer import train
+from ithaca.workers import Workers
+
+SHORT = ["data.context=64", "train.warmup=1", "train.schedule=constant", "train.rows=4", "log.every=1"]
+EVAL = ["eval.every=2", "eval.rows=4", "eval.sources=[{synthetic: recall}]"]
+FOUR = ["launch.cpu=4", "stack.ulysses=2", "stack.ring=2"]
+TWO = ["launch.cpu=2", "stack.ulysses=2", "stack.ring=1"]
+
+
+def run_once(folder: str, overrides: list[str], injected: list[str], allow_change: bool = False) -> tuple[int, str]:
+    """-> exit code, and the error in words"""
+    config = load(None, [*SHORT, f"run.folder={folder}", *overrides], "tiny_cpu").config
+    torch.manual_seed(123)
+    try:
+        given = [faults.parse(each) for each in injected]
+        return train(config, quiet=True, allow_change=allow_change, injected=given), ""
+    except Failed as error:
+        return error.exit_code, str(error)
+
+
+def run(workers: Workers, folder: Path, *overrides: str, injected: tuple[str, ...] = (), world: int = 4, **more: Any):
+    layout = {4: FOUR, 2: TWO}[world]
+    return workers.run(run_once, str(folder), [*layout, *overrides], list(injected), *more.values(), world=world)
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def said(folder: Path) -> str:
+    return (folder / "logs/rank-0.log").read_text()
+
+
+# Signals (F11): one rank gets it, all save the same step
+
+
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [
+        ("term@2:2:fwd", 2),
+        ("term@0:2:bwd", 2),
+        ("term@3:2:optim", 2),
+        ("term@1:3:data", 2),  # read while step 2 is trained
+        ("term@1:2:eval", 2),
+        ("term@2:2:save.begin", 2),
+        ("term@0:2:save.before_rename", 2),
+    ],
+)
+def test_a_signal_to_one_rank_saves_one_step_on_all(workers: Workers, tmp_path: Path, fault: str, step: int):
+    several = ["train.steps=6", "checkpoint.every=2", "checkpoint.asynchronous=false", *EVAL]
+    assert run(workers, tmp_path, *several, injected=(fault,)) == [(75, "")] * 4
+    found = status(tmp_path)
+    assert (found["state"], found["step"], found["exit_code"]) == ("stopped", step, 75) and found["cause"] == "SIGTERM"
+    assert found["checkpoint"] == f"checkpoints/step-{step}" and found["resume"].startswith("ithaca train ")
+    assert verify(tmp_path / found["checkpoint"]) == []
+    lines = said(tmp_path)
+    assert f"SIGTERM at step {step}: saving" in lines and "The same command goes on" in lines
+    if "eval" in fault:
+        assert not any("eval_loss" in line for line in read_metrics(tmp_path / "metrics.jsonl")), "it was left at once"
+
+
+def test_a_signal_while_a_save_is_being_written_publishes_both(workers: Workers, tmp_path: Path):
+    """Asynchronous: step 2 is being written when the signal comes in step 3."""
+    assert run(workers, tmp_path, "train.steps=6", "checkpoint.every=2", injected=("term@1:3:bwd",)) == [(75, "")] * 4
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-2", "step-3"]
+    assert run(workers, tmp_path, "train.steps=6", "checkpoint.every=2") == [(0, "")] * 4
+    steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def wish_and_run(folder: str, overrides: list[str], step: int) -> tuple[int, str]:
+    """A file called SAVE appears while step `step` is trained."""
+    kept = faults.reach
+
+    def reach(point: str, at: int | None = None) -> None:
+        if point == "optim" and faults._step == step:
+            (Path(folder) / "SAVE").touch()
+        kept(point, at)
+
+    faults.reach = reach
+    try:
+        return run_once(folder, overrides, [])
+    finally:
+        faults.reach = kept
+
+
+def test_a_file_called_save_saves_a_live_run(workers: Workers, tmp_path: Path):
+    """Published before the next step begins, though saves are asynchronous; the file is gone; the run goes on."""
+    settings = [*TWO, "train.steps=5", "checkpoint.every=null", "checkpoint.keep_last=9"]
+    assert workers.run(wish_and_run, str(tmp_path), settings, 2, world=2) == [(0, "")] * 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-2", "step-5"]
+    assert not (tmp_path / "SAVE").exists()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    order = [line.get("step") or line.get("checkpoint") for line in lines if "step" in line or line["event"] == "save"]
+    assert order == [1, 2, "step-2", 3, 4, 5, "step-5"]
+
+
+# Memory (F18)
+
+
+def test_too_little_host_memory_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("ithaca.activations.host.available_memory", lambda: 1000)
+    settings = [*SHORT, "launch.cpu=1", "stack.ulysses=1", "stack.ring=1", f"run.folder={tmp_path}", "train.steps=2"]
+    words = [word for each in settings for word in ("--" + each.partition("=")[0], each.partition("=")[2])]
+    assert main(["train", "--recipe", "tiny_cpu", *words]) == 5
+    err = capsys.readouterr().err
+    assert "the host has 1.0 KB of memory available, this step needs " in err and "store" in err
+    found = status(tmp_path)
+    assert (found["state"], found["exit_code"], found["step"]) == ("failed", 5, 0)
+    assert found["cause"] in err
+
+
+# Numbers (F16) and slow ranks (F21)
+
+
+def test_a_loss_that_is_nan_on_one_rank_touches_no_weight_of_any(workers: Workers, tmp_path: Path):
+    settings = ["train.steps=6", "checkpoint.every=2"]
+    found = run(workers, tmp_path, *settings, injected=("nan@2:4",))
+    assert [code for code, _ in found] == [6] * 4
+    for _, text in found:
+        assert (
+            text.startswith("step 4: loss nan (of rank 2), gradient norm nan") and "Rows 12 to 15 of the data" in text
+        )
+        assert "weights were not touched" in text and str(tmp_path / "bad_batch.json") in text
+    about = json.loads((tmp_path / "bad_batch.json").read_text())
+    assert about["step"] == 4 and about["ranks"] == [2] and [row["row"] for row in about["rows"]] == [12, 13, 14, 15]
+    state = status(tmp_path)
+    assert (state["state"], state["exit_code"], state["checkpoint"]) == ("failed", 6, "checkpoints/step-2")
+    assert run(workers, tmp_path, *settings) == [(0, "")] * 4, "the fault is spent, and step 2 was good"
+    clean = tmp_path.with_name(tmp_path.name + "-clean")
+    run(workers, clean, *settings)
+    assert weights(tmp_path, 6) == weights(clean, 6)
+
+
+def weights(folder: Path, step: int) -> dict[str, str]:
+    manifest = json.loads((folder / f"checkpoints/step-{step}/manifest.json").read_text())
+    return {name: about["sha256"] for name, about in manifest["files"].items() if name.endswith(".distcp")}
+
+
+def test_a_slow_rank_is_named_in_the_log_and_the_metrics(workers: Workers, tmp_path: Path):
+    assert run(workers, tmp_path, "train.steps=14", injected=("slow=40@2:3",)) == [(0, "")] * 4
+    events = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line.get("event") == "straggler"]
+    assert [event["rank"] for event in events] == [2] and events[0]["ratio"] > 5
+    assert "rank 2 is " in said(tmp_path) and "× slower than the median" in said(tmp_path)
+
+
+# Going on (F13, F15)
+
+
+def test_other_ranks_and_other_settings_on_resume(workers: Workers, tmp_path: Path):
+    assert run(workers, tmp_path, "train.steps=2") == [(0, "")] * 4
+    code, text = run(workers, tmp_path, "train.steps=4", "data.seed=7", "train.lr=0.002")[0]
+    assert code == 2 and "data.seed 0 → 7" in text and "--allow-change" in text and "train.lr" not in text
+    assert run(workers, tmp_path, "train.steps=3", "train.lr=0.002", world=2) == [(0, "")] * 2
+    assert "changed since step 2: train.lr 0.01 → 0.002, train.steps 2 → 3" in said(tmp_path)
+    assert "layout changed: 4 ranks (ulysses 2 × ring 2) → 2 ranks (ulysses 2 × ring 1); model and" in said(tmp_path)
+    assert "data goes on at sample 8" in said(tmp_path)
+    assert run(workers, tmp_path, "train.steps=4", "data.seed=7", world=2, allow_change=True) == [(0, "")] * 2
+    assert "changed since step 3: data.seed 0 → 7, " in said(tmp_path)
