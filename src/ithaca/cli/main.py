@@ -13,6 +13,7 @@ from .. import __version__
 from ..train.ends import Failed
 from .data import add_data
 from .doctor import add_doctor
+from .eval import add_eval
 from .export import add_export
 from .ladder import add_ladder
 from .plan import add_plan
@@ -34,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan(verbs)
     add_ladder(verbs)
     add_train(verbs)
+    add_eval(verbs)
     add_verify(verbs)
     add_data(verbs)
     add_export(verbs)

@@ -67,6 +67,10 @@ def run_train(options: argparse.Namespace) -> int:
 def pack_before(config: Config, quiet: bool) -> None:
     from ..train.samples import needs_packing, pack_sources
 
+    if config.eval.every is not None:
+        from ..evaluate.held_out import check_evaluation
+
+        check_evaluation(config, (lambda line: None) if quiet else print)
     if needs_packing(config):
         try:
             pack_sources(config, (lambda line: None) if quiet else print)

@@ -86,6 +86,10 @@ def _ranges(section: Any, prefix: str) -> Iterator[Problem]:
             for index, item in enumerate(value):
                 if is_dataclass(item):
                     yield from _ranges(item, f"{path}[{index}].")
+                elif facts.get("choices") and item not in facts["choices"]:
+                    yield (path,), f"{path}={item!r} must be among {', '.join(facts['choices'])}"
+                elif isinstance(item, int | float) and (wrong := out_of_range(facts, item)):
+                    yield (path,), f"{path}={item} {wrong}"
         elif facts.get("choices") and value is not None and value not in facts["choices"]:
             yield (path,), f"{path}={value!r} must be one of {', '.join(facts['choices'])}"
         elif isinstance(value, int | float) and (wrong := out_of_range(facts, value)):
@@ -195,8 +199,14 @@ def _rest(config: Config) -> Iterator[Problem]:
             ("checkpoint.keep_every", "checkpoint.every"),
             f"checkpoint.keep_every={keep} meets no checkpoint; {remedy}",
         )
-    if config.eval.every is not None and not config.eval.sources and config.eval.packed is None:
-        yield ("eval.every",), f"eval.every={config.eval.every} has no data; give eval.sources or eval.packed"
+    evaluate = config.eval
+    if evaluate.every is not None and not (evaluate.sources or evaluate.packed or evaluate.tasks):
+        yield (
+            ("eval.every",),
+            f"eval.every={evaluate.every} has no data; give eval.sources or eval.packed, or questions with eval.tasks",
+        )
+    if len(set(evaluate.lengths)) < len(evaluate.lengths) or list(evaluate.lengths) != sorted(evaluate.lengths):
+        yield ("eval.lengths",), f"eval.lengths={list(evaluate.lengths)} must be ascending, each length once"
     if config.launch.cpu is not None and config.launch.workers is not None:
         yield (
             ("launch.cpu", "launch.workers"),

@@ -97,7 +97,11 @@ class Source:
     SHORT: ClassVar[str] = "path"
 
     path: str | None = option(None, "A file, a folder or a glob; for format datasets the dataset's name.", path=True)
-    synthetic: str | None = option(None, "A built-in source: recall (long-range look-up).", choices=("recall",))
+    synthetic: str | None = option(
+        None,
+        "A built-in source: recall (look-up from one part of a row in another), needles (look-up at every distance).",
+        choices=("recall", "needles"),
+    )
     format: str = option(
         "auto", "auto = by file name.", choices=("auto", "jsonl", "parquet", "txt", "datasets", "tokens")
     )
@@ -189,12 +193,32 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Loss on data that is not trained on."""
+    """Does the model use its context? Loss by position on data that is not trained on, and questions about long texts. While
+    training every so many steps, and by itself with `ithaca eval`."""
 
     every: int | None = option(None, "Steps between evaluations; null = never.", least=1)
-    sources: tuple[Source, ...] = option((), "Where its documents come from.")
-    packed: str | None = option(None, "Folder of packed rows.", path=True)
-    rows: int = option(8, "Rows per evaluation.", least=1)
+    sources: tuple[Source, ...] = option((), "Where documents come from that are not trained on.")
+    packed: str | None = option(
+        None, "Folder of packed rows; null = made beside the results, where there are sources.", path=True
+    )
+    rows: int = option(8, "Held-out rows per evaluation.", least=1)
+    tasks: tuple[str, ...] = option(
+        (),
+        "Questions to ask: needle (a grid of lengths and depths), multi_key, multi_value, variable_tracking, common_words.",
+        choices=("needle", "multi_key", "multi_value", "variable_tracking", "common_words"),
+    )
+    lengths: tuple[int, ...] = option(
+        (), "Lengths to ask at; none = a quarter, a half and all of data.context.", unit="tokens", least=2
+    )
+    depths: int = option(5, "Depths of the needle, from the beginning of the text to its end.", least=1)
+    samples: int = option(4, "Texts of each task and length, and of each cell of the grid.", least=1)
+    language: str = option(
+        "auto",
+        "What is asked in: words (needs a tokenizer), ids (drawn from the vocabulary), pairs (the tokens of synthetic sources); "
+        "auto = words with a tokenizer, else pairs where training data is synthetic, else ids.",
+        choices=("auto", "words", "ids", "pairs"),
+    )
+    seed: int = option(0, "Of the texts.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run
 def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -> tuple[Stack, Plan | None]:
     """The stack of `stack: auto`: on a GPU the planner's, which raises where nothing fits; else a rule that works anywhere."""
     if device.type != "cuda":
-        return _simple_stack(config, hf, world, device), None
+        return simple_stack(config.data.context, hf, world), None
     found = planned(config, hf, world, device)
     for name, value, why in found.reasons:
         log.info("stack auto: %s=%s: %s", name, value, why)
@@ -184,11 +184,11 @@ def best_kernel(device: torch.device) -> str:
     return "fa4" if importlib.util.find_spec("flash_attn") is not None else "cudnn"
 
 
-def _simple_stack(config: Config, hf: Any, world: int, device: torch.device) -> Stack:
+def simple_stack(context: int, hf: Any, world: int) -> Stack:
     """All ranks share the sequence, by heads as far as those go, then by a ring."""
     heads = hf.num_attention_heads
     ulysses = max(n for n in range(1, world + 1) if world % n == 0 and n <= heads)
-    tokens = config.data.context // world
+    tokens = context // world
     short = tokens <= 2**15
     stack = Stack(
         ulysses=ulysses,

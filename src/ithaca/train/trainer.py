@@ -23,8 +23,10 @@ import torch.distributed as dist
 from ..config import dump
 from ..config.schema import Config, StackOptions
 from ..config.sizes import format_bytes
-from ..data.batch import batch_from_rows
 from ..data.rows import Stream
+from ..evaluate.held_out import open_suite, pack_held_out
+from ..evaluate.publish import publish
+from ..evaluate.suite import Suite, run_suite
 from ..files import write_atomically
 from ..launch.exits import CHECKPOINT, CONFIG, DATA, MEMORY, STOPPED, code_of
 from ..observe.display import Display
@@ -40,6 +42,7 @@ from ..report import write_report
 from ..stack import Stack
 from ..storage import checkpoint as checkpoints
 from .build import automatic_stack, is_preset, model_config, planned, prepared
+from .device import device_of
 from .ends import Failed
 from .folder import RunFolder
 from .optim import build_optimizer
@@ -82,7 +85,7 @@ def train(config: Config, *, quiet: bool = False, text: str | None = None) -> in
 class Trainer:
     def __init__(self, config: Config, folder: RunFolder, display: Display, rank: int, text: str | None) -> None:
         self.folder, self.display, self.rank = folder, display, rank
-        self.device = _device(config)
+        self.device = device_of(config)
         self.hf = model_config(config.model, config.data.context)
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.plan: Plan | None = None
@@ -123,7 +126,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         run = self.model = prepared(config, self.hf, self.stack, self.device)
         try:
-            stream, held_out = self._data()
+            stream, suite = self._data()
         except ValueError as error:
             raise Failed(DATA, str(error)) from error
         self.optimizer = build_optimizer(run.model, config.train)
@@ -137,7 +140,7 @@ class Trainer:
         metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name)
         with metrics:
             metrics.event("resume" if resumed else "start", from_step=self.step)
-            self._loop(metrics, held_out)
+            self._loop(metrics, suite)
             if self.stopping is not None:
                 metrics.event("stop", cause=self.stopping, at_step=self.step)
         self.loader.close()
@@ -166,7 +169,7 @@ class Trainer:
             return ""
         return f"\n  report: {page}"
 
-    def _loop(self, metrics: Metrics, held_out: Stream | None) -> None:
+    def _loop(self, metrics: Metrics, suite: Suite | None) -> None:
         train, timer = self.config.train, StepTimer()
         gauge = Gauge(self.device, self.model.store)
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
@@ -187,7 +190,7 @@ class Trainer:
             seconds = timer.end()
             self.step += 1
             self.tokens += done.tokens
-            evaluated = self._evaluate(held_out)
+            evaluated = self._evaluate(suite, metrics)
             if logged or evaluated is not None or self.step == train.steps:
                 record = self._record(done, seconds, gauge, peak, samples, evaluated)
                 metrics.step(record)
@@ -212,22 +215,18 @@ class Trainer:
 
     # -- parts of it ----------------------------------------------------------------------------------------------------
 
-    def _data(self) -> tuple[Stream, Stream | None]:
-        vocabulary, problem = self.hf.vocab_size, None
+    def _data(self) -> tuple[Stream, Suite | None]:
+        problem, evaluates = None, self.config.eval.every is not None
         try:
             if self.rank == 0 and needs_packing(self.config):
                 pack_sources(self.config, self.display.say)  # done already, unless others than we started this job
+            if self.rank == 0 and evaluates:
+                pack_held_out(self.config, self.display.say)
         except (ValueError, OSError) as error:
             problem = str(error)
         self.model.mesh.agree(problem)
-        stream = open_stream(self.config, vocabulary)
-        evaluation = self.config.eval
-        if evaluation.every is None:
-            return stream, None
-        data = replace(
-            self.config.data, sources=evaluation.sources, packed=evaluation.packed, seed=self.config.data.seed + 1
-        )
-        return stream, open_stream(replace(self.config, data=data), vocabulary)
+        stream = open_stream(self.config, self.hf.vocab_size)
+        return stream, open_suite(self.config, self.hf, self.model.mesh.data.size) if evaluates else None
 
     def _batches(self):
         try:
@@ -284,21 +283,21 @@ class Trainer:
             **largest(gauge.read(), world, self.device),
         )
 
-    def _evaluate(self, stream: Stream | None) -> float | None:
-        """Mean loss over the held-out rows, the same ones every time."""
+    def _evaluate(self, suite: Suite | None, metrics: Metrics) -> float | None:
+        """After every n-th step: everything `eval` asks for, on the same texts every time. -> loss on held-out data"""
         every = self.config.eval.every
-        if stream is None or every is None or self.step % every:
+        if suite is None or every is None or self.step % every:
             return None
-        self.display.doing("evaluating")
-        groups = self.model.mesh.data.size
-        rows = max(groups, self.config.eval.rows // groups * groups)
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for at in range(0, rows, groups):
-                batch = batch_from_rows(stream, range(at, at + groups), self.model.mesh, self.stack, self.hf.vocab_size)
-                total += float(self.model.loss(batch)) * batch.supervised
-                count += batch.supervised
-        return total / count
+        record = run_suite(self.model, suite, self.step, before=self._before_forward)
+        if record is None:
+            return None
+        publish(record, self.folder, metrics, self.rank)
+        return record["held_out"]["loss"] if "held_out" in record else None
+
+    def _before_forward(self, words: str) -> bool:
+        """Each forward of an evaluation begins here. -> whether to leave off"""
+        self.display.doing(words)
+        return False
 
     # -- saving and stopping --------------------------------------------------------------------------------------------
 
@@ -406,12 +405,6 @@ def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _device(config: Config) -> torch.device:
-    if config.launch.cpu is not None or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _objects_on(device: torch.device) -> torch.device:
