@@ -55,12 +55,16 @@ def run_train(options: argparse.Namespace) -> int:
         return 0
 
     def train_here(config: Config) -> int:
-        from ..train.trainer import train  # here: a launcher that only starts workers needs no torch
+        from ..train.phases import train_in_phases  # here: a launcher that only starts workers needs no torch
+        from ..train.trainer import train
 
-        return train(config, quiet=options.quiet, text=loaded.text)
+        return train_in_phases(config, loaded.text, lambda part, text: train(part, quiet=options.quiet, text=text))
 
     if find_job(os.environ) is None:  # workers that we start, or that others started, come here again as ranks
-        pack_before(config, options.quiet)
+        from ..train.phases import phase_configs
+
+        for part in phase_configs(config):
+            pack_before(part, options.quiet)
     return start(config, train_here)
 
 

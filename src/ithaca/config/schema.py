@@ -153,6 +153,20 @@ class StackOptions(Stack):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of the run at a context of its own. Weights, optimizer, learning rate and data cursor go on from phase to phase."""
+
+    context: int = required("Tokens in a row in this phase.", unit="tokens", least=2)
+    steps: int = required("Optimizer steps of this phase.", least=1)
+    sources: tuple[Source, ...] = option((), "Data of this phase; none = data.sources.")
+    packed: str | None = option(
+        None, "Packed rows of this phase; null = data.packed, or made for its sources.", path=True
+    )
+    stack: StackOptions | None = option(None, "Techniques of this phase, or auto; null = those of `stack`.")  # noqa: RUF009
+    rope: Rope | None = option(None, "Rotary settings of this phase; null = model.rope.")  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
 class Train:
     """How the weights change."""
 
@@ -166,6 +180,9 @@ class Train:
     lr: float = option(1e-5, "Largest learning rate.", above=0)
     min_lr: float = option(0.0, "Learning rate at the last step.", least=0)
     schedule: str = option("cosine", "From lr to min_lr after the warm-up.", choices=("cosine", "linear", "constant"))
+    schedule_steps: int | None = option(
+        None, "Steps that warm-up and schedule are spread over; null = train.steps.", least=1
+    )
     warmup: int | float = option(
         0.05, "Steps of warm-up; a number below 1 with a point is a share of all steps.", least=0
     )
@@ -265,6 +282,9 @@ class Config:
     data: Data
     stack: StackOptions = field(default_factory=StackOptions)
     train: Train
+    phases: tuple[Phase, ...] = option(
+        (), "A length curriculum: contexts one after the other. data.context and train.steps then follow from it."
+    )
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Evaluate = field(default_factory=Evaluate)
     log: Log = field(default_factory=Log)

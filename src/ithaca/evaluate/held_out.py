@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..config.schema import Config
-from ..data.rows import Rows, Stream
+from ..data.rows import Stream
 from ..data.tokenizer import load_tokenizer
 from ..launch.exits import DATA
 from ..train.build import model_config
@@ -46,17 +44,7 @@ def pack_held_out(config: Config, say: Callable[[str], None]) -> None:
 
 def open_held_out(config: Config, vocabulary: int) -> Stream | None:
     held_out = held_out_config(config)
-    if held_out is None:
-        return None
-    stream = open_stream(held_out, vocabulary)
-    packed = {source.packed.folder: source.packed for source in stream.sources if isinstance(source, Rows)}
-    tokens = sum(int(np.sum(each.lengths())) for each in packed.values())
-    if packed and tokens < stream.context:
-        raise ValueError(
-            f"the held-out data has {tokens:,} tokens, less than one row of {stream.context:,}: nothing could be said about "
-            f"later positions; add text to eval.sources, or evaluate at a shorter length (--data.context {tokens})"
-        )
-    return stream
+    return None if held_out is None else open_stream(held_out, vocabulary)
 
 
 def has_tokenizer(config: Config) -> bool:

@@ -7,12 +7,14 @@ and the processes may be others, so all of them share each text, unless a stack 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, load, missing
+from ..config.dump import as_yaml
 from ..stack import require
 from ..storage.files import CheckpointError, latest, step_of
 from ..train.presets import PRESETS
@@ -59,8 +61,24 @@ def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
             "`ithaca export` and name that folder"
         )
     results = out or run / "eval"
-    config = load(run / "config.yaml", ["stack=auto", f"run.folder={results}", *overrides]).config
-    return Opened(config, checkpoint, step_of(checkpoint) or 0, results, run)
+    step = step_of(checkpoint) or 0
+    given = ["stack=auto", f"run.folder={results}", *_phase(load(run / "config.yaml").config, step)]
+    return Opened(load(run / "config.yaml", [*given, *overrides]).config, checkpoint, step, results, run)
+
+
+def _phase(config: Config, step: int) -> list[str]:
+    """Of a run in phases, what the phase that made this checkpoint changes, as overrides."""
+    if not config.phases:
+        return []
+    from ..train.phases import phase_at  # brings torch
+
+    phase = phase_at(config, step)
+    found = ["phases=[]", f"data.context={phase.data.context}", f"train.steps={phase.train.steps}"]
+    if phase.model.rope is not None:
+        given = {each.name: getattr(phase.model.rope, each.name) for each in fields(phase.model.rope)}
+        found += [f"model.rope.{name}={as_yaml(value)}" for name, value in given.items() if value is not None]
+    sources = [{"path": each.path} if each.path else {"synthetic": each.synthetic} for each in phase.data.sources]
+    return [*found, f"data.sources={json.dumps(sources)}"]
 
 
 def _newest(folder: Path) -> Path:
@@ -72,8 +90,6 @@ def _newest(folder: Path) -> Path:
 
 def _native(folder: Path) -> int:
     """The length a model was made for."""
-    import json
-
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -49,6 +49,7 @@ def model_config(options: Model, context: int) -> Any:
             options.folder, trust_remote_code=options.trust_remote_code, local_files_only=True
         )
     if options.rope is not None:
+        _check_rope(options, config)
         config.rope_parameters = _with_rope(config.rope_parameters, options)
     longest = getattr(config, "max_position_embeddings", None) or context
     if context > longest:
@@ -76,6 +77,19 @@ def _with_rope(parameters: Any, options: Model) -> Any:
     if _tables(parameters) == [parameters]:
         return options.rope.over(parameters)
     return {kind: options.rope.over(each) for kind, each in parameters.items()}
+
+
+def _check_rope(options: Model, config: Any) -> None:
+    """Settings that contradict the model: it was not trained at the length they say."""
+    assert options.rope is not None
+    native = getattr(config, "max_position_embeddings", None)
+    own = [each.get("original_max_position_embeddings") for each in _tables(config.rope_parameters)]
+    said = options.rope.original_max_position_embeddings
+    if said is not None and native is not None and said > native and said not in own:
+        raise ValueError(
+            f"model.rope.original_max_position_embeddings={said:,} is longer than the {native:,} positions that {options.folder} "
+            f"was trained with; give {native:,}, or the length before an earlier extension"
+        )
 
 
 def _too_long(context: int, longest: int) -> str:
