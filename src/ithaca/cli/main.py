@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..train.ends import Failed
+from .ask import add_ask
 from .data import add_data
 from .doctor import add_doctor
 from .eval import add_eval
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_ladder(verbs)
     add_train(verbs)
     add_eval(verbs)
+    add_ask(verbs)
     add_verify(verbs)
     add_data(verbs)
     add_export(verbs)

@@ -97,8 +97,8 @@ def _native(folder: Path) -> int:
     return int(settings.get("max_position_embeddings") or 4096)
 
 
-def load_model(opened: Opened, hf: Any, device: torch.device) -> Run:
-    """Build and fill the model, as this rank. Collective."""
+def load_model(opened: Opened, hf: Any, device: torch.device, length: int = 1) -> Run:
+    """Build and fill the model, as this rank, for texts of up to this length or those of its config. Collective."""
     import torch.distributed as dist
 
     from ..storage import checkpoint as checkpoints
@@ -106,7 +106,7 @@ def load_model(opened: Opened, hf: Any, device: torch.device) -> Run:
 
     config = opened.config
     world = dist.get_world_size() if dist.is_initialized() else 1
-    longest = max(config.data.context, *config.eval.lengths, 1)
+    longest = max(config.data.context, *config.eval.lengths, length)
     stack = config.stack.chosen or simple_stack(longest, hf, world)
     run = prepared(config, hf, stack, device)
     if opened.checkpoint is not None:
