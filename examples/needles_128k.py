@@ -27,7 +27,7 @@ from ithaca.evaluate.heatmap import svg
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", default="256,2K,16K,128K", help="of the phases (default: %(default)s)")
-    parser.add_argument("--steps", default="600,150,60,24", help="of the phases (default: %(default)s)")
+    parser.add_argument("--steps", default="800,200,80,24", help="of the phases (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=8, help="of a step")
     parser.add_argument("--lr", default="5e-3")
     parser.add_argument("--cpu", type=int, default=None, help="processes on the CPU; default: the GPUs")

@@ -56,7 +56,7 @@ def svg(needle: dict[str, Any], title: str) -> str:
 def ink(share: float) -> str:
     """Text that can be read on the colour of a share."""
     red, green, blue = colour(share)
-    return "#222222" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
+    return "#222222" if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else "#ffffff"
 
 
 def pixels(needle: dict[str, Any], size: int = 24) -> np.ndarray:

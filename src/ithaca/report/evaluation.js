@@ -22,7 +22,7 @@ function heatMap(map, several) {
       map.cells[row].map((share, column) => {
         if (share === null) return h("td", { class: "heat-cell" });
         const [red, green, blue] = heat(share);
-        const light = 0.299 * red + 0.587 * green + 0.114 * blue > 150;
+        const light = 0.299 * red + 0.587 * green + 0.114 * blue > 125;
         const cell = h(
           "td",
           {
