@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test faults lint format demo clean
+.PHONY: setup test faults lint format demo evidence clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,10 @@ format: setup
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# A tiny model fails at four times its length, is extended, and finds needles there: docs/evidence.
+evidence: setup
+	$(BIN)/python examples/extension.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache src/*.egg-info

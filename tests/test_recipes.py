@@ -16,9 +16,19 @@ from ithaca.config import load, recipe_names, recipe_text
 
 NAMES = [
     "llama31_8b_lora_256k_1x24gb", "llama32_3b_3m_8xh100", "llama3_8b_1m_8xh100", "llama3_8b_5m_8xh100",
+    "llama3_8b_64k_8xh100",
     "qwen3_32b_4m_16xh100", "qwen3_4b_512k_1xh200", "qwen3_8b_1m_8xh100", "tiny_cpu",
 ]  # fmt: skip
-CONTEXTS = {"2k": 2**11, "256k": 2**18, "512k": 2**19, "1m": 2**20, "3m": 3 * 2**20, "4m": 2**22, "5m": 5 * 2**20}
+CONTEXTS = {
+    "2k": 2**11,
+    "64k": 2**16,
+    "256k": 2**18,
+    "512k": 2**19,
+    "1m": 2**20,
+    "3m": 3 * 2**20,
+    "4m": 2**22,
+    "5m": 5 * 2**20,
+}
 
 
 def cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
@@ -39,7 +49,7 @@ def test_a_recipe_is_complete_and_says_what_is_measured(name: str):
     config = load(None, recipe=name).config  # every check passed
     comments = "\n".join(line for line in recipe_text(name).splitlines() if line.startswith("#"))
     assert comments.startswith("# ") and "easured" in comments and "ithaca train" in comments
-    assert 10 < len(config.description) < 80 and config.stack.chosen is not None
+    assert 10 < len(config.description) < 80 and (config.stack.chosen is not None or config.phases)
     if name == "tiny_cpu":
         return
     parts = name.split("_")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import faults
-from .activations.loss import LossTerms, cap, fuses, loss_tile, tiled_loss
+from .activations.loss import LossTerms, cap, fuses, loss_tile, tiled_loss, tiled_scores
 from .activations.store import Store
 from .attention.choice import Kernels, Need
 from .attention.head_schedule import Stage
@@ -147,6 +147,33 @@ class Run:
             )
 
         return self.decoder.model(Request(compute))
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """For evaluation: cross-entropy of this rank's tokens and whether each label is the likeliest token, [b, s] each. One
+        forward; logits exist a tile at a time and for supervised tokens only, others have 0 and False."""
+        require(self._mode_violations(), "these tokens cannot be scored")
+        if self.busy:
+            self._recover()
+
+        def compute() -> tuple[Tensor, Tensor]:
+            x, _ = self._hidden(batch)
+            return self.decoder.head(x, Request(lambda x: self._scores(x, batch.labels)))
+
+        self.busy = True
+        found: tuple[Tensor, Tensor] = self.decoder.model(Request(compute))
+        self.busy = False
+        return found
+
+    def _scores(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        head = bind_linear(self.decoder.head)
+        return tiled_scores(
+            x,
+            labels,
+            lambda t: head(apply_norm(self.decoder.norm, t)),
+            tile=loss_tile(self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fused=False),
+            logit_cap=self.decoder.logit_cap,
+        )
 
     def _local_loss(self, batch: Batch, count: int, terms: LossTerms) -> Tensor:
         x, routing = self._hidden(batch)

@@ -24,7 +24,7 @@ def some(kind: Kind, facts: dict[str, Any], chance: random.Random) -> Any:
     """A value of a field, often an unusual one."""
     if kind.optional and chance.random() < 0.4:
         return None
-    if facts.get("choices"):
+    if facts.get("choices") and not kind.items:
         return chance.choice(facts["choices"])
     if kind.section is not None:
         return a_section(kind.section, chance)

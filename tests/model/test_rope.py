@@ -364,3 +364,59 @@ def test_without_a_table_the_gradients_are_the_same(engine, monkeypatch):
         run.loss(run.shard(tokens(2, 48), documents=[[20, 28], [48]])).backward()
         found.append([p.grad for p in run.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+RAISED = {"raised theta": {"rope_type": "default", "rope_theta": 5e7}}
+
+
+@pytest.mark.parametrize("name", [*(each for each in KINDS if "," not in each), *RAISED])
+def test_settings_of_a_run_reach_the_exported_config(name: str, tmp_path):
+    """model.rope -> the model's config -> config.json -> transformers: the frequencies that were trained with, to 1e-6."""
+    from transformers import AutoConfig
+
+    from ithaca.config.schema import Model
+    from ithaca.config.schema import Rope as Settings
+    from ithaca.train.build import model_config
+
+    LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=512,
+        vocab_size=64,
+    ).save_pretrained(tmp_path / "base")
+    wanted = {**KINDS, **RAISED}[name]
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in wanted.items()}
+    config = model_config(Model(folder=str(tmp_path / "base"), rope=Settings(**given)), 2048)
+    config.save_pretrained(tmp_path / "exported")
+    read = AutoConfig.from_pretrained(tmp_path / "exported")
+    assert {key: read.rope_parameters[key] for key in wanted} == wanted
+    assert read.max_position_embeddings == (512 if name == "dynamic" else 2048)
+    module = LlamaRotaryEmbedding(read)
+    for length in (256, 512, 2048):
+        module(torch.zeros(1), torch.arange(length)[None])
+        ours = rope_for(config, None, length)
+        torch.testing.assert_close(module.inv_freq.double(), ours.inv_freq, rtol=1e-6, atol=0)
+        assert ours.scaling == pytest.approx(module.attention_scaling, rel=1e-12)
+        if name not in ("dynamic", "longrope"):  # those forget the length as soon as a shorter text comes
+            cos, sin = module(torch.zeros(1), torch.arange(16)[None])
+            mine = ours.cos_sin(torch.arange(16), torch.float32, "cpu")
+            torch.testing.assert_close(mine, (cos[0], sin[0]), rtol=0, atol=1e-6)
+
+
+def test_the_precision_script_finds_what_it_is_for():
+    """Float32 angles change scores at 5M, ours do not; for every type."""
+    import importlib.util
+    from pathlib import Path
+
+    spec = importlib.util.spec_from_file_location(
+        "rope_precision", Path(__file__).parents[2] / "benchmarks/rope_precision.py"
+    )
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for name, parameters in script.kinds(64).items():
+        found = script.measure(parameters, 64)
+        assert max(found["ithaca"]) < 2e-7, name
+        assert found["float32 angles"][2] > 1e-4 > 100 * found["ithaca"][2], name

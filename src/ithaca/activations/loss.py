@@ -86,6 +86,27 @@ def cap(logits: Tensor, limit: float | None) -> Tensor:
     return logits if limit is None else torch.tanh(logits / limit) * limit
 
 
+@torch.no_grad()
+def tiled_scores(
+    x: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], *, tile: int | None, logit_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """For evaluation: the plain cross-entropy of every token and whether its label is the likeliest one, [B, s] each; 0 and
+    False where nothing is supervised. Such tokens never meet the head, so a question with one answer costs one row of logits.
+    """
+    losses = torch.zeros(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    hits = torch.zeros(labels.shape, dtype=torch.bool, device=x.device)
+    for at in tiles(x.shape[1], tile):
+        asked = labels[:, at] != IGNORE
+        if not bool(asked.any()):
+            continue
+        wanted = labels[:, at][asked]
+        logits = cap(head(x[:, at][asked][None]), logit_cap)[0].to(losses.dtype)
+        losses[:, at][asked] = F.cross_entropy(logits, wanted, reduction="none")
+        hits[:, at][asked] = logits.argmax(-1) == wanted
+        del logits
+    return losses, hits
+
+
 class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, scale, learn, *parameters: Tensor):

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..train.ends import Failed
+from .ask import add_ask
 from .ckpt import add_ckpt
 from .data import add_data
 from .doctor import add_doctor
+from .eval import add_eval
 from .export import add_export
 from .ladder import add_ladder
 from .plan import add_plan
@@ -37,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_ladder(verbs)
     add_profile(verbs)
     add_train(verbs)
+    add_eval(verbs)
+    add_ask(verbs)
     add_verify(verbs)
     add_data(verbs)
     add_ckpt(verbs)

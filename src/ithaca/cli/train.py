@@ -66,20 +66,29 @@ def run_train(options: argparse.Namespace) -> int:
         return 0
 
     def train_here(config: Config) -> int:
-        from ..train.trainer import train  # here: a launcher that only starts workers needs no torch
+        from ..train.phases import train_in_phases  # here: a launcher that only starts workers needs no torch
+        from ..train.trainer import train
 
-        return train(
-            config, quiet=options.quiet, text=loaded.text, allow_change=options.allow_change, injected=injected
-        )
+        def one(part: Config, text: str | None) -> int:
+            return train(part, quiet=options.quiet, text=text, allow_change=options.allow_change, injected=injected)
+
+        return train_in_phases(config, loaded.text, one)
 
     if find_job(os.environ) is None:  # workers that we start, or that others started, come here again as ranks
-        pack_before(config, options.quiet)
+        from ..train.phases import phase_configs
+
+        for part in phase_configs(config):
+            pack_before(part, options.quiet)
     return start(config, train_here)
 
 
 def pack_before(config: Config, quiet: bool) -> None:
     from ..train.samples import needs_packing, pack_sources
 
+    if config.eval.every is not None:
+        from ..evaluate.held_out import check_evaluation
+
+        check_evaluation(config, (lambda line: None) if quiet else print)
     if needs_packing(config):
         try:
             pack_sources(config, (lambda line: None) if quiet else print)

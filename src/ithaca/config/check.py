@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..stack import Stack
+from .check_rope import rope_problems
 from .option import about, accepts, expectation, kinds, out_of_range
 from .schema import Config, Source
 
@@ -29,7 +30,8 @@ def problems_of(config: Config) -> list[Problem]:
     found = list(_types(config, ""))
     if found:
         return found  # comparing wrong types would only add noise
-    return [*_ranges(config, ""), *_model(config), *_data(config), *_stack(config), *_train(config), *_rest(config)]
+    parts = (_model, rope_problems, _data, _stack, _train, _phases, _rest)
+    return [*_ranges(config, ""), *(problem for part in parts for problem in part(config))]
 
 
 def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
@@ -62,7 +64,8 @@ def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
 
 
 def _sources(config: Config) -> Iterator[tuple[str, Source]]:
-    for name, sources in (("data", config.data.sources), ("eval", config.eval.sources)):
+    phases = [(f"phases[{index}]", phase.sources) for index, phase in enumerate(config.phases)]
+    for name, sources in (("data", config.data.sources), ("eval", config.eval.sources), *phases):
         for index, source in enumerate(sources):
             yield f"{name}.sources[{index}]", source
 
@@ -93,6 +96,10 @@ def _ranges(section: Any, prefix: str) -> Iterator[Problem]:
             for index, item in enumerate(value):
                 if is_dataclass(item):
                     yield from _ranges(item, f"{path}[{index}].")
+                elif facts.get("choices") and item not in facts["choices"]:
+                    yield (path,), f"{path}={item!r} must be among {', '.join(facts['choices'])}"
+                elif isinstance(item, int | float) and (wrong := out_of_range(facts, item)):
+                    yield (path,), f"{path}={item} {wrong}"
         elif facts.get("choices") and value is not None and value not in facts["choices"]:
             yield (path,), f"{path}={value!r} must be one of {', '.join(facts['choices'])}"
         elif isinstance(value, int | float) and (wrong := out_of_range(facts, value)):
@@ -100,7 +107,7 @@ def _ranges(section: Any, prefix: str) -> Iterator[Problem]:
 
 
 def _model(config: Config) -> Iterator[Problem]:
-    model, lora, rope = config.model, config.model.lora, config.model.rope
+    model, lora = config.model, config.model.lora
     if not model.folder:
         yield ("model.folder",), "model.folder is empty; name a Hugging Face folder or a preset"
     if lora is not None:
@@ -119,25 +126,12 @@ def _model(config: Config) -> Iterator[Problem]:
                 ("model.lora.targets",),
                 "model.lora.targets is empty, so nothing would be trained; name a linear layer",
             )
-    if rope is not None:
-        needs = {
-            "linear": ("factor",),
-            "dynamic": ("factor",),
-            "yarn": ("factor", "original_max_position_embeddings"),
-            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-            "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
-        }
-        lacks = [name for name in needs.get(rope.rope_type or "", ()) if getattr(rope, name) is None]
-        if lacks:
-            yield (
-                ("model.rope.rope_type",),
-                f"model.rope.rope_type={rope.rope_type} also needs {' and '.join(f'model.rope.{each}' for each in lacks)}",
-            )
 
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
-    if data.packed is None and not data.sources:
+    own = config.phases and all(phase.sources or phase.packed for phase in config.phases)
+    if data.packed is None and not data.sources and not own:
         yield (
             ("data.packed", "data.sources"),
             "there is nothing to train on: give data.sources (files, or synthetic: recall), or data.packed (a folder made "
@@ -194,6 +188,25 @@ def _train(config: Config) -> Iterator[Problem]:
         yield ("train.betas",), f"train.betas={list(train.betas)} must both be at least 0 and below 1"
 
 
+def _phases(config: Config) -> Iterator[Problem]:
+    if not config.phases:
+        return
+    longest, steps = max(phase.context for phase in config.phases), sum(phase.steps for phase in config.phases)
+    if config.data.context != longest:
+        yield (
+            ("data.context", "phases"),
+            f"data.context={config.data.context} is not the longest context of phases, {longest}; leave it out",
+        )
+    if config.train.steps != steps:
+        yield (
+            ("train.steps", "phases"),
+            f"train.steps={config.train.steps}, but phases have {steps} in all; leave it out",
+        )
+    for index, phase in enumerate(config.phases):
+        for text in [] if phase.stack is None else phase.stack.violations(config.launch.world):
+            yield (f"phases[{index}].stack", "phases"), f"phases[{index}].stack: {text}"
+
+
 def _rest(config: Config) -> Iterator[Problem]:
     every, keep = config.checkpoint.every, config.checkpoint.keep_every
     if keep is not None and (every is None or (every >= 1 and keep % every)):
@@ -202,8 +215,14 @@ def _rest(config: Config) -> Iterator[Problem]:
             ("checkpoint.keep_every", "checkpoint.every"),
             f"checkpoint.keep_every={keep} meets no checkpoint; {remedy}",
         )
-    if config.eval.every is not None and not config.eval.sources and config.eval.packed is None:
-        yield ("eval.every",), f"eval.every={config.eval.every} has no data; give eval.sources or eval.packed"
+    evaluate = config.eval
+    if evaluate.every is not None and not (evaluate.sources or evaluate.packed or evaluate.tasks):
+        yield (
+            ("eval.every",),
+            f"eval.every={evaluate.every} has no data; give eval.sources or eval.packed, or questions with eval.tasks",
+        )
+    if len(set(evaluate.lengths)) < len(evaluate.lengths) or list(evaluate.lengths) != sorted(evaluate.lengths):
+        yield ("eval.lengths",), f"eval.lengths={list(evaluate.lengths)} must be ascending, each length once"
     if config.launch.cpu is not None and config.launch.workers is not None:
         yield (
             ("launch.cpu", "launch.workers"),

@@ -56,6 +56,7 @@ def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = (), rec
     for layer in layers:
         given = _over(given, layer)
     _name(given, path, recipe)
+    _phases(given)
     config = build(Config, given, "", reader.failed, problems)
     for paths, text in problems_of(config):
         if not any(_within(each, bad) for each in paths for bad in reader.failed):
@@ -141,6 +142,15 @@ def _name(given: dict[str, Given], path: str | os.PathLike[str] | None, recipe: 
         given.setdefault("run.name", Given(name, Place("name of the file" if path else "name of the recipe")))
     if "run.name" in given:
         given.setdefault("run.folder", Given(f"runs/{given['run.name'].value}", Place("run.name")))
+
+
+def _phases(given: dict[str, Given]) -> None:
+    """Length and steps of a run in phases need not be said twice."""
+    phases = given.get("phases")
+    if phases is not None and phases.value:
+        longest, steps = max(phase.context for phase in phases.value), sum(phase.steps for phase in phases.value)
+        given.setdefault("data.context", Given(longest, phases.place))
+        given.setdefault("train.steps", Given(steps, phases.place))
 
 
 def _over(below: dict[str, Given], above: dict[str, Given]) -> dict[str, Given]:

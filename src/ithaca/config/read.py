@@ -97,6 +97,10 @@ class Reader:
         if isinstance(node, Mapping):
             if kind.optional and not node.items:
                 self.given[path] = Given({}, node.place)  # `lora: {}` = on, with defaults
+            if kind.section is StackOptions and kind.optional and node.items:  # of a phase: fields switch auto off
+                given = {key.text for key, _ in node.items}
+                if "auto" not in given and given - {"scratch"}:
+                    self.given[f"{path}.auto"] = Given(False, node.place)
             self.section(node, kind.section, path + ".")
         elif isinstance(node, Scalar) and node.plain and node.text.lower() in _NULL:
             if kind.optional:

@@ -97,7 +97,11 @@ class Source:
     SHORT: ClassVar[str] = "path"
 
     path: str | None = option(None, "A file, a folder or a glob; for format datasets the dataset's name.", path=True)
-    synthetic: str | None = option(None, "A built-in source: recall (long-range look-up).", choices=("recall",))
+    synthetic: str | None = option(
+        None,
+        "A built-in source: recall (look-up from one part of a row in another), needles (look-up at every distance).",
+        choices=("recall", "needles"),
+    )
     format: str = option(
         "auto", "auto = by file name.", choices=("auto", "jsonl", "parquet", "txt", "datasets", "tokens")
     )
@@ -149,6 +153,20 @@ class StackOptions(Stack):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of the run at a context of its own. Weights, optimizer, learning rate and data cursor go on from phase to phase."""
+
+    context: int = required("Tokens in a row in this phase.", unit="tokens", least=2)
+    steps: int = required("Optimizer steps of this phase.", least=1)
+    sources: tuple[Source, ...] = option((), "Data of this phase; none = data.sources.")
+    packed: str | None = option(
+        None, "Packed rows of this phase; null = data.packed, or made for its sources.", path=True
+    )
+    stack: StackOptions | None = option(None, "Techniques of this phase, or auto; null = those of `stack`.")  # noqa: RUF009
+    rope: Rope | None = option(None, "Rotary settings of this phase; null = model.rope.")  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
 class Train:
     """How the weights change."""
 
@@ -162,6 +180,9 @@ class Train:
     lr: float = option(1e-5, "Largest learning rate.", above=0)
     min_lr: float = option(0.0, "Learning rate at the last step.", least=0)
     schedule: str = option("cosine", "From lr to min_lr after the warm-up.", choices=("cosine", "linear", "constant"))
+    schedule_steps: int | None = option(
+        None, "Steps that warm-up and schedule are spread over; null = train.steps.", least=1
+    )
     warmup: int | float = option(
         0.05, "Steps of warm-up; a number below 1 with a point is a share of all steps.", least=0
     )
@@ -190,12 +211,32 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Loss on data that is not trained on."""
+    """Does the model use its context? Loss by position on data that is not trained on, and questions about long texts. While
+    training every so many steps, and by itself with `ithaca eval`."""
 
     every: int | None = option(None, "Steps between evaluations; null = never.", least=1)
-    sources: tuple[Source, ...] = option((), "Where its documents come from.")
-    packed: str | None = option(None, "Folder of packed rows.", path=True)
-    rows: int = option(8, "Rows per evaluation.", least=1)
+    sources: tuple[Source, ...] = option((), "Where documents come from that are not trained on.")
+    packed: str | None = option(
+        None, "Folder of packed rows; null = made beside the results, where there are sources.", path=True
+    )
+    rows: int = option(8, "Held-out rows per evaluation.", least=1)
+    tasks: tuple[str, ...] = option(
+        (),
+        "Questions to ask: needle (a grid of lengths and depths), multi_key, multi_value, variable_tracking, common_words.",
+        choices=("needle", "multi_key", "multi_value", "variable_tracking", "common_words"),
+    )
+    lengths: tuple[int, ...] = option(
+        (), "Lengths to ask at; none = a quarter, a half and all of data.context.", unit="tokens", least=2
+    )
+    depths: int = option(5, "Depths of the needle, from the beginning of the text to its end.", least=1)
+    samples: int = option(4, "Texts of each task and length, and of each cell of the grid.", least=1)
+    language: str = option(
+        "auto",
+        "What is asked in: words (needs a tokenizer), ids (drawn from the vocabulary), pairs (the tokens of synthetic sources); "
+        "auto = words with a tokenizer, else pairs where training data is synthetic, else ids.",
+        choices=("auto", "words", "ids", "pairs"),
+    )
+    seed: int = option(0, "Of the texts.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +314,9 @@ class Config:
     data: Data
     stack: StackOptions = field(default_factory=StackOptions)
     train: Train
+    phases: tuple[Phase, ...] = option(
+        (), "A length curriculum: contexts one after the other. data.context and train.steps then follow from it."
+    )
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Evaluate = field(default_factory=Evaluate)
     log: Log = field(default_factory=Log)

@@ -68,8 +68,8 @@ def _meant(parent: str, name: str, siblings: list[str]) -> list[str]:
     if name in WORDS:
         return [WORDS[name]]
     elsewhere = [each for each in paths() if each.rpartition(".")[2] == name and "." in each]
-    if elsewhere:
-        return elsewhere[:3]
+    if elsewhere:  # items of lists only where nothing else has the name
+        return ([each for each in elsewhere if "[]" not in each] or elsewhere)[:3]
     close = get_close_matches(name, siblings, n=1, cutoff=0.6)
     if close:
         return [here + close[0]]

@@ -7,7 +7,7 @@ In the order in which data walks through:
 - `pack` all of this in parallel, with `work`, `shard`, `parallel`, `progress` and `publish`, into a packed `folder`;
 - `fit` and `plan` which documents share a row, `order` which row comes when, `rows` reading them by slice;
 - `batch` from rows to this rank's `ithaca.Batch`;
-- `recall` a synthetic task that needs no files; `report` numbers about it all.
+- `recall` and `needles` synthetic tasks that need no files; `report` numbers about it all.
 
 Training looks like this:
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batch import batch_from_rows
     from .folder import Packed
+    from .needles import Needles
     from .order import Order
     from .pack import pack
     from .plan import RowPlan, open_plan
@@ -47,6 +48,7 @@ _WHERE = {
     "Order": "order",
     "Recall": "recall",
     "recall_score": "recall",
+    "Needles": "needles",
     "batch_from_rows": "batch",
 }
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "Order",
     "Recall",
     "recall_score",
+    "Needles",
     "batch_from_rows",
 ]
 

@@ -10,10 +10,7 @@ nothing else is supervised. So every answer has to be fetched from at least 7/16
 right once in `values` tries. Answers are labels only, they do not stand in the row: no question can be answered by an
 earlier one.
 
-One token per fact, because then a single look back is enough. With "k v" as two tokens the model must first learn to
-tell each value which key came before it (an induction head, Olsson et al., 2022): in trials that took several times as
-many steps, a plateau at chance and a sudden jump. This one moves at once; two small layers have it in a few hundred
-steps.
+A fact is one token (pairs.py says why); two small layers learn the task in a few hundred steps.
 
 Where the parts lie is chosen for context parallelism: whatever the Ulysses and ring degrees, no rank holds a question
 and a fact (a zigzag ring gives its first rank the beginning and the end, which is why nothing is asked in the last
@@ -32,12 +29,11 @@ import numpy as np
 
 from ..stack import require
 from .mixing import below, mix, mix_array
+from .pairs import PairTokens
 from .rows import IGNORE, Slice
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FILLER = 0
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,7 @@ class Recall:
         found = []
         if self.rows < 1:
             found.append(f"rows={self.rows} must be at least 1")
-        if self.keys < 2 or self.values < 2:
-            found.append(f"keys={self.keys}, values={self.values}: with fewer than two there is nothing to tell apart")
-        elif self.largest_token >= self.vocabulary:
-            found.append(
-                f"{self.keys} keys and {self.values} values need 1 + {self.keys} + {self.values} + {self.keys} × "
-                f"{self.values} = {self.largest_token + 1} tokens, but the vocabulary has {self.vocabulary}; use fewer"
-            )
+        found += self.tokens.violations(self.vocabulary)
         if self.context < 8 * max(self.keys, 2):
             found.append(
                 f"context={self.context} is too short: the first eighth states {self.keys} facts; use at least "
@@ -81,8 +71,12 @@ class Recall:
         return "synthetic recall"
 
     @property
+    def tokens(self) -> PairTokens:
+        return PairTokens(self.keys, self.values)
+
+    @property
     def largest_token(self) -> int:
-        return self.keys + self.values + self.keys * self.values
+        return self.tokens.largest
 
     def __len__(self) -> int:
         return self.rows
@@ -99,19 +93,19 @@ class Recall:
 
     def read(self, row: int, start: int, stop: int) -> Slice:
         key = mix(self.seed, row)
-        ids = np.full(stop - start, FILLER, np.int64)
+        ids = np.full(stop - start, self.tokens.filler, np.int64)
         labels = np.full(stop - start, IGNORE, np.int64)
         values = below(mix(key, 0), np.arange(self.keys), self.values)
         facts = np.arange(start, min(stop, self.context // 8))
         subject = below(mix(key, 1), facts, self.keys)
         first = facts < self.keys  # at the very beginning every key has its turn
         subject[first] = np.argsort(mix_array(mix(key, 2), np.arange(self.keys)), kind="stable")[facts[first]]
-        ids[: len(facts)] = 1 + self.keys + self.values + subject * self.values + values[subject]
+        ids[: len(facts)] = self.tokens.fact(subject, values[subject])
         begin, end = max(start, self.asked[0]), min(stop, self.asked[1])
         if begin < end:
             subject = below(mix(key, 3), np.arange(begin, end), self.keys)
-            ids[begin - start : end - start] = 1 + subject
-            labels[begin - start : end - start] = 1 + self.keys + values[subject]
+            ids[begin - start : end - start] = self.tokens.key(subject)
+            labels[begin - start : end - start] = self.tokens.value(values[subject])
         return Slice(ids, labels, np.arange(start, stop))
 
     # For measuring.

@@ -64,8 +64,14 @@ class Metrics:
         for tracker in self.trackers:
             tracker.offer(record.step, numbers)
 
+    def evaluation(self, step: int, numbers: Mapping[str, float], pictures: Mapping[str, Any]) -> None:
+        """Write the line of an evaluation. pictures: [height, width, 3] bytes each, for trackers that show them."""
+        self.event("eval", at_step=step, **numbers)
+        for tracker in self.trackers:
+            tracker.offer(step, {f"eval/{name}": value for name, value in {**numbers, **pictures}.items()})
+
     def event(self, event: str, **fields: Any) -> None:
-        """Write a line that is no step: start, resume, save, stop."""
+        """Write a line that is no step: start, resume, save, eval, stop."""
         if self._file is not None:
             self._write({"event": event, "time": utc_now(), **fields})
 

@@ -30,9 +30,10 @@ PATIENCE = 15.0  # seconds that the end of a run waits for a tracker to send wha
 
 
 class Tracker(Protocol):
-    """What a tracker has to be able to do. Both are called in its own thread only."""
+    """What a tracker has to be able to do. Both are called in its own thread only. Values are numbers, or pictures: arrays of
+    bytes, [height, width, 3]."""
 
-    def record(self, step: int, values: Mapping[str, float]) -> None: ...
+    def record(self, step: int, values: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -45,11 +46,11 @@ class Background:
         self.dropped = 0  # lines that found the queue full
         self.down = False  # it has failed and is switched off
         self._open = open_tracker
-        self._lines: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(capacity)
+        self._lines: queue.Queue[tuple[int, Mapping[str, Any]] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def offer(self, step: int, values: Mapping[str, float]) -> None:
+    def offer(self, step: int, values: Mapping[str, Any]) -> None:
         """Hand over a line; returns at once."""
         if self.down:
             return
@@ -101,9 +102,12 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
-    def record(self, step: int, values: Mapping[str, float]) -> None:
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+            else:
+                self._writer.add_image(name, value, step, dataformats="HWC")
         self._writer.flush()  # in a thread that nobody waits for: let a watcher see the step now
 
     def close(self) -> None:
@@ -123,6 +127,7 @@ class Wandb:
         own = {"project": project, "name": name, "dir": str(folder), "config": dict(settings), "resume": "allow"}
         own.update(id=_run_id(folder / "wandb" / "run-id.txt"), settings=quiet)
         wandb.setup(settings=quiet)
+        self._image = getattr(wandb, "Image", None) or str
         with suppress(
             AttributeError, TypeError
         ):  # silences login, which does not look at the settings; not a documented call
@@ -143,8 +148,9 @@ class Wandb:
         # Steps that are trained again after a resume come again; wandb's own step counter could not go back.
         self._run.define_metric("*", step_metric="step")
 
-    def record(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        shown = {name: each if isinstance(each, int | float) else self._image(each) for name, each in values.items()}
+        self._run.log({"step": step, **shown})
 
     def close(self) -> None:
         self._run.finish()

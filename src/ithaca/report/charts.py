@@ -221,6 +221,8 @@ def events(inputs: Inputs) -> list[dict[str, Any]]:
         if step is None and checkpoint and checkpoint.removeprefix("step-").isdecimal():
             step = int(checkpoint.removeprefix("step-"))
         about = text(line.get("cause")) or (checkpoint and f"checkpoint {checkpoint}")
+        if name == "eval" and (needle := number(line.get("needle"))) is not None:
+            about = f"{needle:.1%} of needles found"
         found.append({"event": name, "step": step, "time": text(line.get("time")), "about": about})
     return found
 

@@ -18,7 +18,7 @@ from ..observe.metrics import read_metrics
 from ..train.folder import RunFolder
 from .values import number, table
 
-KINDS = ("plan", "ladder", "profile")
+KINDS = ("plan", "ladder", "profile", "eval")
 VERSION = 1
 
 
@@ -34,6 +34,8 @@ class Inputs:
     plan: dict[str, Any] | None = None
     ladder: dict[str, Any] | None = None
     profile: dict[str, Any] | None = None
+    eval: dict[str, Any] | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # by step, the given one last
 
 
 def read_inputs(paths: Iterable[str | os.PathLike[str]]) -> Inputs:
@@ -62,8 +64,10 @@ def gather(run: Path | None, given: Mapping[str, dict[str, Any] | None]) -> Inpu
         if found is not None:
             check_kind(found, f"the {kind}", kind)
     inputs = replace(inputs, **{kind: found for kind, found in given.items() if found is not None})
-    if run is None and not any((inputs.plan, inputs.ladder, inputs.profile)):
-        raise ValueError("there is nothing to report on; give a run folder, or a plan, ladder or profile")
+    if inputs.eval is not None:
+        inputs = replace(inputs, evaluations=[*inputs.evaluations, inputs.eval])
+    if run is None and not any((inputs.plan, inputs.ladder, inputs.profile, inputs.eval)):
+        raise ValueError("there is nothing to report on; give a run folder, or a plan, ladder, profile or evaluation")
     return inputs
 
 
@@ -110,6 +114,11 @@ def _read_run(path: Path) -> Inputs:
         if file.is_file():
             _, found[kind] = read_json(file)
             check_kind(found[kind], str(file), kind)
+    evaluations = []
+    for file in folder.evaluations.glob("step-*.json"):
+        _, each = read_json(file)
+        check_kind(each, str(file), "eval")
+        evaluations.append(each)
     return Inputs(
         run=path,
         config=config,
@@ -118,6 +127,7 @@ def _read_run(path: Path) -> Inputs:
         killed=_killed(folder, status),
         steps=steps,
         events=events,
+        evaluations=sorted(evaluations, key=lambda each: number(each.get("step")) or 0),
         **found,
     )
 

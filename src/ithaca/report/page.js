@@ -239,6 +239,7 @@ themes();
 header();
 part("plan", "Plan against measurement", null, comparison());
 part("training", "Training", null, training());
+part("evaluation", "Evaluation", null, evaluation());
 const memory = [phases(), atPeak(), timeline()].filter(Boolean);
 const rungs = [ladder(), sweeps()].filter(Boolean);
 const places = data.tables.filter((table) => table.measure === "bytes").map(ranking);

@@ -16,11 +16,21 @@ from typing import Any
 
 from .. import __version__
 from ..files import write_atomically
-from . import charts, summary
+from . import charts, evaluations, summary
 from .inputs import Inputs, gather
 from .values import CATEGORIES
 
-_SCRIPTS = ("format.js", "dom.js", "bars.js", "plot.js", "summary.js", "training.js", "memory.js", "page.js")
+_SCRIPTS = (
+    "format.js",
+    "dom.js",
+    "bars.js",
+    "plot.js",
+    "summary.js",
+    "training.js",
+    "evaluation.js",
+    "memory.js",
+    "page.js",
+)
 
 
 def write_report(
@@ -94,6 +104,7 @@ def view(inputs: Inputs) -> dict[str, Any]:
         "profile": charts.profile(inputs),
         "tables": charts.tables_of_profile(inputs),
         "curves": charts.curves(inputs),
+        "evaluation": evaluations.evaluation(inputs),
         "events": charts.events(inputs),
         "stack": charts.stack(inputs),
         "config": inputs.config_text,

@@ -48,6 +48,7 @@ def model_config(options: Model, context: int) -> Any:
     else:
         config = read_config(options.folder, trust_remote_code=options.trust_remote_code)
     if options.rope is not None:
+        _check_rope(options, config)
         config.rope_parameters = _with_rope(config.rope_parameters, options)
     longest = getattr(config, "max_position_embeddings", None) or context
     if context > longest:
@@ -75,6 +76,19 @@ def _with_rope(parameters: Any, options: Model) -> Any:
     if _tables(parameters) == [parameters]:
         return options.rope.over(parameters)
     return {kind: options.rope.over(each) for kind, each in parameters.items()}
+
+
+def _check_rope(options: Model, config: Any) -> None:
+    """Settings that contradict the model: it was not trained at the length they say."""
+    assert options.rope is not None
+    native = getattr(config, "max_position_embeddings", None)
+    own = [each.get("original_max_position_embeddings") for each in _tables(config.rope_parameters)]
+    said = options.rope.original_max_position_embeddings
+    if said is not None and native is not None and said > native and said not in own:
+        raise ValueError(
+            f"model.rope.original_max_position_embeddings={said:,} is longer than the {native:,} positions that {options.folder} "
+            f"was trained with; give {native:,}, or the length before an earlier extension"
+        )
 
 
 def _too_long(context: int, longest: int) -> str:
@@ -134,7 +148,7 @@ def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run
 def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -> tuple[Stack, Plan | None]:
     """The stack of `stack: auto`: on a GPU the planner's, which raises where nothing fits; else a rule that works anywhere."""
     if device.type != "cuda":
-        return _simple_stack(config, hf, world, device), None
+        return simple_stack(config.data.context, hf, world), None
     found = planned(config, hf, world, device)
     for name, value, why in found.reasons:
         log.info("stack auto: %s=%s: %s", name, value, why)
@@ -187,11 +201,11 @@ def best_kernel(device: torch.device) -> str:
     return "fa4" if importlib.util.find_spec("flash_attn") is not None else "cudnn"
 
 
-def _simple_stack(config: Config, hf: Any, world: int, device: torch.device) -> Stack:
+def simple_stack(context: int, hf: Any, world: int) -> Stack:
     """All ranks share the sequence, by heads as far as those go, then by a ring."""
     heads = hf.num_attention_heads
     ulysses = max(n for n in range(1, world + 1) if world % n == 0 and n <= heads)
-    tokens = config.data.context // world
+    tokens = context // world
     short = tokens <= 2**15
     stack = Stack(
         ulysses=ulysses,

@@ -52,6 +52,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def evaluations(self) -> Path:
+        """A JSON file for each evaluation, step-N.json."""
+        return self.path / "eval"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

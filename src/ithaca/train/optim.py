@@ -43,7 +43,11 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
 
 
 def warmup_steps(train: Train) -> int:
-    return math.ceil(train.warmup * train.steps) if isinstance(train.warmup, float) else train.warmup
+    return math.ceil(train.warmup * spread_over(train)) if isinstance(train.warmup, float) else train.warmup
+
+
+def spread_over(train: Train) -> int:
+    return train.steps if train.schedule_steps is None else train.schedule_steps
 
 
 def learning_rate(train: Train, step: int) -> float:
@@ -53,7 +57,7 @@ def learning_rate(train: Train, step: int) -> float:
         return train.lr * (step + 1) / warmup
     if train.schedule == "constant":
         return train.lr
-    left = 1.0 - (step - warmup) / max(train.steps - 1 - warmup, 1)
+    left = 1.0 - (step - warmup) / max(spread_over(train) - 1 - warmup, 1)
     left = min(max(left, 0.0), 1.0)
     if train.schedule == "cosine":
         left = 0.5 * (1.0 - math.cos(math.pi * left))

@@ -18,6 +18,7 @@ from ..batch import Batch
 from ..config.schema import Config, Source
 from ..data.batch import batch_from_rows
 from ..data.folder import Packed
+from ..data.needles import Needles
 from ..data.pack import pack
 from ..data.recall import Recall
 from ..data.report import plan_words
@@ -26,6 +27,8 @@ from ..data.source import sources_of
 from ..data.tokenizer import check_tokenizer, load_tokenizer
 from ..run import Run
 from .build import model_config
+
+SYNTHETIC = {"recall": Recall, "needles": Needles}
 
 
 def packed_folder(config: Config) -> Path:
@@ -82,8 +85,8 @@ def open_stream(config: Config, vocabulary: int) -> Stream:
         # a packed folder that is given without its sources has nothing to weigh them by
         weights += [source.weight for source in files] if len(files) == len(rows) else [1.0] * len(rows)
     for source in data.sources:
-        if source.synthetic == "recall":
-            sources.append(Recall(data.context, vocabulary, seed=data.seed))
+        if source.synthetic is not None:
+            sources.append(SYNTHETIC[source.synthetic](data.context, vocabulary, seed=data.seed))
             weights.append(source.weight)
     return Stream(sources, weights, seed=data.seed)
 

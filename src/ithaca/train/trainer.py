@@ -27,8 +27,10 @@ from .. import faults
 from ..config import dump
 from ..config.schema import Config, StackOptions
 from ..config.sizes import format_bytes
-from ..data.batch import batch_from_rows
 from ..data.rows import Stream
+from ..evaluate.held_out import open_suite, pack_held_out
+from ..evaluate.publish import publish
+from ..evaluate.suite import Suite, run_suite
 from ..files import write_atomically
 from ..launch import pulse
 from ..launch.environment import ATTEMPT, LAUNCHER
@@ -49,6 +51,7 @@ from ..report import write_report
 from ..stack import Stack
 from .agreement import Agreement
 from .build import automatic_stack, is_preset, model_config, planned, prepared
+from .device import device_of
 from .ends import Failed
 from .folder import RunFolder, unclean
 from .optim import build_optimizer
@@ -110,7 +113,7 @@ class Trainer:
         self, config: Config, folder: RunFolder, display: Display, rank: int, text: str | None, stop: Stop
     ) -> None:
         self.folder, self.display, self.rank, self.stop = folder, display, rank, stop
-        self.device = _device(config)
+        self.device = device_of(config)
         self.hf = model_config(config.model, config.data.context)
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.plan: Plan | None = None
@@ -151,7 +154,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         run = self.model = prepared(config, self.hf, self.stack, self.device)
         try:
-            stream, held_out = self._data()
+            stream, suite = self._data()
         except ValueError as error:
             raise Failed(DATA, str(error)) from error
         self.optimizer = build_optimizer(run.model, config.train)
@@ -178,7 +181,7 @@ class Trainer:
             if expected := self._from_first(lambda: self.plan and self.plan.speed.seconds * config.train.accumulation):
                 pulse.expect(expected)
             self.stop.early = False
-            self._loop(metrics, held_out, self.saver)
+            self._loop(metrics, suite, self.saver)
             if self.stopping is not None:
                 metrics.event("stop", cause=self.stopping, at_step=self.step)
         self.loader.close()
@@ -207,7 +210,7 @@ class Trainer:
             return ""
         return f"\n  report: {page}"
 
-    def _loop(self, metrics: Metrics, held_out: Stream | None, saver: Saver) -> None:
+    def _loop(self, metrics: Metrics, suite: Suite | None, saver: Saver) -> None:
         train, timer = self.config.train, StepTimer()
         gauge = Gauge(self.device, self.model.store)
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
@@ -234,7 +237,7 @@ class Trainer:
             self.step += 1
             self.tokens += done.tokens
             own = waited + self.model.own.take()
-            evaluated = self._evaluate(held_out)
+            evaluated = self._evaluate(suite, metrics)
             if logged or evaluated is not None or self.step == train.steps:
                 record = self._record(done, seconds, gauge, peak, samples, evaluated)
                 metrics.step(record)
@@ -267,25 +270,21 @@ class Trainer:
 
     # -- parts of it ----------------------------------------------------------------------------------------------------
 
-    def _data(self) -> tuple[Stream, Stream | None]:
-        vocabulary, problem = self.hf.vocab_size, None
+    def _data(self) -> tuple[Stream, Suite | None]:
+        problem, evaluates = None, self.config.eval.every is not None
         try:
             if needs_packing(self.config):
                 pulse.section("pack")  # which may take hours, and has no limit
             if self.rank == 0 and needs_packing(self.config):
                 pack_sources(self.config, self.display.say)  # done already, unless others than we started this job
+            if self.rank == 0 and evaluates:
+                pack_held_out(self.config, self.display.say)
         except (ValueError, OSError) as error:
             problem = str(error)
         self.model.mesh.agree(problem)
         pulse.section("setup")
-        stream = open_stream(self.config, vocabulary)
-        evaluation = self.config.eval
-        if evaluation.every is None:
-            return stream, None
-        data = replace(
-            self.config.data, sources=evaluation.sources, packed=evaluation.packed, seed=self.config.data.seed + 1
-        )
-        return stream, open_stream(replace(self.config, data=data), vocabulary)
+        stream = open_stream(self.config, self.hf.vocab_size)
+        return stream, open_suite(self.config, self.hf, self.model.mesh.data.size) if evaluates else None
 
     def _batches(self):
         try:
@@ -321,24 +320,22 @@ class Trainer:
             **largest(gauge.read(), world, self.device),
         )
 
-    def _evaluate(self, stream: Stream | None) -> float | None:
-        """Mean loss over the held-out rows, the same ones every time."""
+    def _evaluate(self, suite: Suite | None, metrics: Metrics) -> float | None:
+        """After every n-th step: everything `eval` asks for, on the same texts every time. -> loss on held-out data"""
         every = self.config.eval.every
-        if stream is None or every is None or self.step % every:
+        if suite is None or every is None or self.step % every:
             return None
-        groups = self.model.mesh.data.size
-        rows = max(groups, self.config.eval.rows // groups * groups)
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for at in range(0, rows, groups):
-                self._enter("eval", "evaluating", self.step)
-                faults.reach("eval")
-                batch = batch_from_rows(stream, range(at, at + groups), self.model.mesh, self.stack, self.hf.vocab_size)
-                total += float(self.model.loss(batch)) * batch.supervised
-                count += batch.supervised
-                if self._agree_to_stop(self.agreement.to_stop()):
-                    return None  # the step was trained, and can be saved; the evaluation comes again at its next time
-        return total / count
+        record = run_suite(self.model, suite, self.step, before=self._before_forward)
+        if record is None:  # the step was trained, and can be saved; the evaluation comes again at its next time
+            return None
+        publish(record, self.folder, metrics, self.rank)
+        return record["held_out"]["loss"] if "held_out" in record else None
+
+    def _before_forward(self, words: str) -> bool:
+        """Each forward of an evaluation begins here. -> whether to leave off"""
+        self._enter("eval", words, self.step)
+        faults.reach("eval")
+        return self._agree_to_stop(self.agreement.to_stop())
 
     # -- saving and stopping --------------------------------------------------------------------------------------------
 
@@ -415,12 +412,6 @@ class Trainer:
             if from_peers(type(error).__name__, cause):
                 cause = f"lost another rank ({cause})"
             self._status("failed", cause=cause, exit_code=code_of(error))
-
-
-def _device(config: Config) -> torch.device:
-    if config.launch.cpu is not None or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _objects_on(device: torch.device) -> torch.device:

@@ -1,0 +1,130 @@
+"""A length curriculum: phases of (context, steps, data, stack), one after the other in one run.
+
+A phase is a run of its own in everything but its name: the trainer gets a config in which `data.context`, the sources, the stack
+and the rotary settings are those of the phase, and `train.steps` is the step at which it ends. So the end of a phase is the end
+of a run: a checkpoint is published there, and the next phase resumes from it, with another stack on the same processes, by
+the code that resumes any run. Stopping anywhere, or exactly at a boundary, and starting again is therefore the same thing.
+
+What goes on across phases: weights, optimizer states, the step, the learning rate (one schedule over all steps) and the data
+cursor, one integer that counts samples from the beginning of the run. Sample i of a phase is sample i of *its* rows: a phase
+with the rows of an earlier one (same context and sources) goes on where that one stopped, and a phase with other rows begins in
+the middle of their order, not with those an earlier phase would have begun with. Rows of another context are cut
+differently, so documents of a phase may come again in a later one; that is the point of repeating short documents
+in long rows, and where it is not wanted, phases name different sources.
+
+All phases are checked, and their stacks chosen, before the first begins: a third phase that does not fit is no surprise.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import dump
+from ..config.schema import Config, Phase, StackOptions
+from ..launch.exits import CONFIG
+from ..storage.files import latest, step_of
+from .build import automatic_stack, model_config
+from .device import device_of
+from .ends import Failed
+from .folder import RunFolder
+
+log = logging.getLogger("ithaca")
+
+
+def phase_configs(config: Config) -> list[Config]:
+    """A config for each phase; the config itself where there are none."""
+    if not config.phases:
+        return [config]
+    ends = accumulate(phase.steps for phase in config.phases)
+    return [
+        _of_phase(config, *each) for each in zip(config.phases, range(1, 1 + len(config.phases)), ends, strict=True)
+    ]
+
+
+def _of_phase(config: Config, phase: Phase, number: int, end: int) -> Config:
+    data = replace(config.data, context=phase.context)
+    if phase.sources or phase.packed is not None:
+        packed = phase.packed
+        if packed is None and any(source.synthetic is None for source in phase.sources):
+            packed = str(RunFolder(config.run.folder).path / f"data-phase-{number}")
+        data = replace(data, sources=phase.sources, packed=packed)
+    return replace(
+        config,
+        model=replace(config.model, rope=phase.rope or config.model.rope),
+        data=data,
+        stack=phase.stack or config.stack,
+        train=replace(config.train, steps=end, schedule_steps=config.train.schedule_steps or config.train.steps),
+        phases=(),
+    )
+
+
+def phase_at(config: Config, step: int) -> Config:
+    """The phase that made a checkpoint of this step."""
+    return next((each for each in phase_configs(config) if step <= each.train.steps), phase_configs(config)[-1])
+
+
+def train_in_phases(config: Config, text: str | None, train: Callable[[Config, str | None], int]) -> int:
+    """Call `train(config, text)` for each phase that is not done. -> exit code
+
+    text: the resolved config as it is to be written down; of a run with phases it is made here, with every stack chosen.
+    """
+    if not config.phases:
+        return train(config, text)
+    parts = [_with_stack(each) for each in phase_configs(config)]
+    chosen = [replace(phase, stack=each.stack) for phase, each in zip(config.phases, parts, strict=True)]
+    text = dump(replace(config, phases=tuple(chosen)))
+    done = _agreed(lambda: _newest(config), device_of(config))
+    code = 0
+    for number, each in enumerate(parts, 1):
+        if done >= each.train.steps and number < len(parts):
+            continue
+        log.info("phase %d of %d: %d tokens until step %d", number, len(parts), each.data.context, each.train.steps)
+        code = train(each, text)
+        if code != 0:
+            return code
+        gc.collect()  # FSDP2's modules know each other in circles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return code
+
+
+def _newest(config: Config) -> int:
+    found = latest(RunFolder(config.run.folder).checkpoints)
+    return 0 if found is None else step_of(found) or 0
+
+
+def _with_stack(config: Config) -> Config:
+    """The same stack on every rank: what rank 0 chooses, whose host may have other memory than the others'."""
+    hf = model_config(config.model, config.data.context)
+    if config.stack.chosen is not None:
+        return config
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    device = device_of(config)
+
+    def choose() -> Any:
+        try:
+            return automatic_stack(config, hf, world, device)[0]
+        except (Failed, ValueError) as error:
+            return getattr(error, "exit_code", CONFIG), f"at {config.data.context:,} tokens: {error}"
+
+    found = _agreed(choose, device)
+    if isinstance(found, tuple):
+        raise Failed(*found)
+    return replace(config, stack=StackOptions.of(found, config.stack.scratch))
+
+
+def _agreed(ask: Callable[[], Any], device: torch.device) -> Any:
+    """What rank 0 says, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ask()
+    answer = [ask() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0, device=device)
+    return answer[0]
