@@ -77,10 +77,11 @@ class BlockStream:
     def _put(self, view: memoryview, number: int) -> None:
         place = number * BLOCK
         while view:
+            direct = self._direct  # before the call: another thread may change it meanwhile
             try:
                 count = os.pwrite(self._file, view, place)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL or not direct:
                     raise
                 self._leave_direct()  # open allowed it, the write does not; or a short write has left an odd rest
                 continue
@@ -89,8 +90,8 @@ class BlockStream:
             os.fdatasync(self._file)
 
     def _leave_direct(self) -> None:
-        self._direct = False
         fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT)
+        self._direct = False  # second: whoever reads it must be able to rely on it
 
     def _settled(self, futures: list[Future[Any]]) -> None:
         try:
