@@ -18,8 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Two processes, a file of tests each: with one, half of two cores waits. Each has its own pool of ranks.
 test: lint
-	# Two processes, a file of tests each: with one, half of two cores waits. Each has its own pool of ranks.
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10
 
 # The long version of tests/faults: 4 ranks, every point, 50 random kills. About 20 minutes on 2 cores that are otherwise idle.

@@ -6,7 +6,7 @@
     supervise                a run on this machine: attempts, and whether to make another
     local · process          one attempt: start workers, watch them, end them
     cause · memory           why did it end
-    pulse · blame            what a rank says while it runs, and which one hangs
+    pulse · blame · peers    what a rank says while it runs; which one hangs; the same in jobs that others started
     stop                     a signal asks a rank to stop
     slurm                    a batch script
     exits                    exit codes
