@@ -48,7 +48,7 @@ def score_rows(
     each = max(1, min(tokens // source.context, -(-len(rows) // groups)))
     by_row = torch.zeros(len(rows), 3, dtype=torch.float64, device=run.mesh.device)
     by_range = torch.zeros(len(edges), 3, dtype=torch.float64, device=run.mesh.device)
-    limits = torch.tensor(list(edges)[1:], device=run.mesh.device)
+    limits = torch.tensor(list(edges)[1:], dtype=torch.int64, device=run.mesh.device)
     for start in range(0, len(rows), each * groups):
         before()
         numbers = [min(start + place, len(rows) - 1) for place in range(each * groups)]
