@@ -242,6 +242,7 @@ RECIPES = {
     ),
     "ithaca-composed-layer": Recipe("ithaca with the techniques of Untied Ulysses (UPipe), on one GPU", None),
     "ithaca": Recipe("ithaca with the stack that suits the length", None),
+    "ithaca-auto": Recipe("ithaca with the stack that `ithaca plan` chooses for training all layers with AdamW on this GPU", None),
 }  # fmt: skip
 
 
@@ -263,6 +264,29 @@ def stack_of(recipe: str, context: int, on: torch.device, ranks: int | None) -> 
     base: dict[str, Any] = {"ulysses": ranks // settings.get("ring", 1)} if ranks else {"shard_parameters": False}
     stack = ithaca.Stack(**{**base, **settings})
     return stack if on.type == "cuda" else replace(stack, attention="auto")
+
+
+def planned(case: Case) -> ithaca.Stack:
+    """What the planner chooses, with weights as everybody else's."""
+    from transformers import AutoConfig
+
+    from ithaca.activations.host import available_memory
+    from ithaca.planner.dry_run import shortened_stack
+    from ithaca.planner.hardware import Hardware, parse_gpus
+    from ithaca.planner.model import sizes_of
+    from ithaca.planner.search import plan
+    from ithaca.train.build import best_kernel, gpu_here
+
+    family, depth, sizes = ALL_SHAPES[case.shape]
+    cuda = case.device.type == "cuda"
+    found = plan(
+        sizes_of(AutoConfig.for_model(family, num_hidden_layers=depth, **sizes).to_dict(), case.shape),
+        gpus=Hardware(gpu_here(case.device), 1) if cuda else parse_gpus("1xH200"),
+        context=case.context,
+        host=available_memory(),
+        kernel=best_kernel(case.device) if cuda else None,
+    )
+    return shortened_stack(replace(found.stack, shard_parameters=False), case.layers)
 
 
 def in_words(stack: ithaca.Stack) -> str:
@@ -314,7 +338,8 @@ def run_case(options: argparse.Namespace) -> None:
                 whole = torch.cuda.get_device_properties(0).total_memory
                 torch.cuda.set_per_process_memory_fraction(options.limit * 1e9 / whole)
             start = RECIPES[recipe].start if recipe in RECIPES else None
-            work = start(case) if start else ours(case, stack_of(recipe, context, on, None))
+            stack = None if start else planned(case) if recipe == "ithaca-auto" else stack_of(recipe, context, on, None)
+            work = start(case) if start else ours(case, stack)
             record["details"] = work.details
             steps(case, work, options.steps, each)
     except Exception as error:

@@ -207,9 +207,8 @@ def _out_of_memory(fault: Fault) -> None:
 
 
 def _hold_lock(fault: Fault) -> None:
-    ctypes.PyDLL(None).sleep(
-        int(min(fault.value or _EVER, 2**31 - 1))
-    )  # PyDLL calls without giving up the lock, CDLL does not
+    seconds = int(min(fault.value or _EVER, 2**31 - 1))
+    ctypes.PyDLL(None).sleep(seconds)  # PyDLL calls without giving up the lock, CDLL does not
 
 
 _ACTS = {

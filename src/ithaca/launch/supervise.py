@@ -26,9 +26,7 @@ from .local import PASSED_ON, Outcome, show, watch
 from .process import catch_signals, say
 
 NO_PROGRESS = 3  # restarts that fail before they pass the step that failed first
-GRACE_SECONDS = (
-    1.0  # between SIGTERM and SIGKILL of workers that miss one of them: there is nothing they could still save
-)
+GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL of workers that miss one of them: there is nothing left to save
 
 
 def supervise(command: Sequence[str], folder: RunFolder, launch: Launch, workers: int) -> int:

@@ -33,7 +33,7 @@ from ..evaluate.publish import publish
 from ..evaluate.suite import Suite, run_suite
 from ..files import write_atomically
 from ..launch import pulse
-from ..launch.environment import ATTEMPT, LAUNCHER
+from ..launch.environment import ATTEMPT, LAUNCHER, find_job
 from ..launch.exits import CONFIG, DATA, MEMORY, STOPPED, code_of, from_peers
 from ..launch.stop import Stop, StoppedEarly, listen
 from ..observe.display import Display
@@ -276,7 +276,9 @@ class Trainer:
             if needs_packing(self.config):
                 pulse.section("pack")  # which may take hours, and has no limit
             if self.rank == 0 and needs_packing(self.config):
-                pack_sources(self.config, self.display.say)  # done already, unless others than we started this job
+                # done already, and said, unless others than we started this job
+                theirs = find_job(os.environ) is not None and LAUNCHER not in os.environ
+                pack_sources(self.config, self.display.say if theirs else log.info)
             if self.rank == 0 and evaluates:
                 pack_held_out(self.config, self.display.say)
         except (ValueError, OSError) as error:
