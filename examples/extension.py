@@ -109,7 +109,8 @@ def grid(run: Path, options: argparse.Namespace) -> dict[str, Any]:
     ithaca("eval", run, "--cpu", options.cpu, *asked, "--eval.samples", "16", "--eval.language", "pairs",
            "--eval.sources", "[{synthetic: needles}]", "--eval.rows", "16")  # fmt: skip
     records = [json.loads(path.read_text()) for path in (run / "eval").glob("step-*.json")]
-    return max(records, key=lambda record: record["step"])
+    newest = max(records, key=lambda record: record["step"])
+    return {name: value for name, value in newest.items() if name != "model"}  # where it lay on this machine
 
 
 def ithaca(*arguments: object) -> None:

@@ -68,6 +68,7 @@ def main() -> int:
     ithaca("eval", work / "run", *where, *asked, "--eval.tasks", "needle", "--eval.sources", "[{synthetic: needles}]")
     (path,) = (work / "run" / "eval").glob("step-*.json")
     record = json.loads(path.read_text())
+    del record["model"]  # where it lay on this machine
     needle, positions = record["needle"], record["held_out"]["positions"]
     options.out.mkdir(parents=True, exist_ok=True)
     name = f"needles-{longest}"
