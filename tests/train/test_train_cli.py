@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaca.cli.main import main
-from ithaca.observe import read_metrics
 
 from ..data.make import byte_level, save_tokenizer, words
 
@@ -184,37 +178,3 @@ def test_a_loss_that_is_not_finite_is_exit_6(tmp_path: Path, capsys):
     assert code == 6 and status["state"] == "failed" and status["exit_code"] == 6
     assert "weights were not touched" in out + err and "Rows 2 to 3" in status["cause"]
     assert status["checkpoint"] == "checkpoints/step-1"
-
-
-def test_a_signal_saves_and_stops_and_the_same_command_goes_on(tmp_path: Path):
-    command = [
-        sys.executable,
-        "-m",
-        "ithaca",
-        "train",
-        "--recipe",
-        "tiny_cpu",
-        *SHORT,
-        "--run.folder",
-        str(tmp_path / "run"),
-    ]
-    command += ["--launch.cpu", "2", "--stack.ring", "1", "--train.steps", "400", "--train.schedule", "constant"]
-    command += ["--train.warmup", "1", "--checkpoint.every", "1000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 4):
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=90)
-    assert process.returncode == 75, out
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    step = status["step"]
-    assert status["state"] == "stopped" and status["checkpoint"] == f"checkpoints/step-{step}" and step >= 3
-    again = [*command[:-1], "1000", "--train.steps", str(step + 2)]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in read_metrics(metrics) if "loss" in line]
-    assert [line["step"] for line in lines] == list(range(1, step + 3)), "no step is missing, none is trained twice"
