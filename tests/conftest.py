@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ithaca.workers import Workers
 
@@ -14,6 +15,14 @@ from ithaca.workers import Workers
 def one_thread() -> None:
     """Small tensors on a machine that others share: a second thread costs more than it brings."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_outlives_its_file() -> Iterator[None]:
+    """A process group that `prepare` made in this process: which file comes next here is decided while the tests run."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,10 @@ import pytest
 
 import ithaca
 from ithaca.cli.main import main
+from ithaca.planner.candidates import candidates
 from ithaca.planner.hardware import GPUS, parse_gpus
 from ithaca.planner.memory import Job, predict
-from ithaca.planner.search import NEARLY, _Asked, _candidates, max_context, plan
+from ithaca.planner.search import NEARLY, _Asked, max_context, plan
 from ithaca.planner.speed import estimate
 from ithaca.stack import Stack
 
@@ -24,7 +25,7 @@ def test_it_is_the_fastest_of_all_that_fit():
     found = plan("llama3_8b", context="1M", **EIGHT)
     hardware = found.hardware
     asked = _Asked(found.model, hardware, found.context, 1, "adamw", 0, "fa4")
-    others = [asked.look(stack) for stack in _candidates(found.model, hardware, found.context, 1, {})]
+    others = [asked.look(stack) for stack in candidates(found.model, hardware, found.context, 1, {})]
     fitting = [each for each in others if each.fits]
     assert found.fits and 1 < len(fitting) <= len(others)
     assert found.speed.seconds == min(each.speed.seconds for each in fitting)
@@ -38,7 +39,7 @@ def test_the_last_candidate_asks_least_of_the_gpu(model: str, gpus: str, disk: s
     """What lets the search give up early."""
     found = plan(model, context="2M", gpus=gpus, disk=disk, advise=False)
     asked = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4")
-    others = [asked.look(stack) for stack in _candidates(found.model, found.hardware, found.context, 1, {})]
+    others = [asked.look(stack) for stack in candidates(found.model, found.hardware, found.context, 1, {})]
     assert others[-1].peak <= NEARLY * min(each.peak for each in others)
 
 

@@ -91,8 +91,9 @@ def run_plan(options: argparse.Namespace) -> int:
     counted, tried = None, []
     if options.dry_run and options.max_context and found.fits:
         found, tried = _confirm(found, options)
-    if options.dry_run:
-        counted = _dry(found, options)
+        counted = next((_shown(each.memory) for each in tried if each.context == found.context), None)
+    elif options.dry_run:
+        counted = _shown(_counted(found, found.context, options))
     if options.html:
         from ..report import write_report
 
@@ -148,15 +149,14 @@ def _confirm(found: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
     context, tried = confirmed(found, lambda tokens: _counted(found, tokens, options), say)
     if context is None:
         return replace(found, fits=False), tried
-    fixed = {name: value for name, value in request(options).items() if name in ("host", "disk", "kernel")}
-    common = dict(rows=found.rows, optimizer=found.optimizer, lora=found.lora)
-    again = plan(found.model, gpus=found.hardware, context=context, stack=found.stack, **common, **fixed)
+    again = plan(
+        found.model, gpus=found.hardware, context=context, stack=found.stack, rows=found.rows, optimizer=found.optimizer,
+        lora=found.lora, kernel=options.kernel,
+    )  # fmt: skip
     return replace(again, fits=True, reasons=found.reasons), tried
 
 
-def _dry(found: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """The same stack, executed on fake tensors."""
-    counted = _counted(found, found.context, options)
+def _shown(counted: Any) -> dict[str, Any]:
     return {
         "layers": counted.layers, "executed": counted.executed, "phases": counted.phases, "lines": counted.lines,
         "peak": counted.peak, "peak_phase": counted.peak_phase, "host": counted.host, "disk": counted.disk,
@@ -164,6 +164,7 @@ def _dry(found: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _counted(found: Any, context: int, options: argparse.Namespace) -> Any:
+    """The plan's stack, executed on fake tensors."""
     from ..config.schema import Lora
     from ..planner.config import hf_config
     from ..planner.dry_run import Case, dry_run

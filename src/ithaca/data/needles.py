@@ -21,13 +21,13 @@ import numpy as np
 from ..stack import require
 from .mixing import below, mix, mix_array
 from .pairs import PairTokens
-from .rows import IGNORE, Slice
+from .rows import IGNORE, OneDocument, Slice
 
 EVERY = 4  # a question at every so many tokens
 
 
 @dataclass(frozen=True)
-class Needles:
+class Needles(OneDocument):
     """A source of rows (rows.RowSource), see above."""
 
     context: int
@@ -57,15 +57,6 @@ class Needles:
     @property
     def largest_token(self) -> int:
         return self.tokens.largest
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def documents(self, row: int) -> list[int]:
-        return [self.context]
-
-    def segments(self, row: int) -> list[tuple[int, int, int]]:
-        return [(row, 0, self.context)]
 
     def supervised(self, row: int) -> int:
         return self.context // EVERY

@@ -30,14 +30,14 @@ import numpy as np
 from ..stack import require
 from .mixing import below, mix, mix_array
 from .pairs import PairTokens
-from .rows import IGNORE, Slice
+from .rows import IGNORE, OneDocument, Slice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Recall:
+class Recall(OneDocument):
     """A source of rows, see above. Few keys and values are learned fast, above all with few rows a step."""
 
     context: int
@@ -77,15 +77,6 @@ class Recall:
     @property
     def largest_token(self) -> int:
         return self.tokens.largest
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def documents(self, row: int) -> list[int]:
-        return [self.context]
-
-    def segments(self, row: int) -> list[tuple[int, int, int]]:
-        return [(row, 0, self.context)]
 
     def supervised(self, row: int) -> int:
         begin, end = self.asked

@@ -59,6 +59,22 @@ class RowSource(Protocol):
         ...
 
 
+class OneDocument:
+    """What sources share whose rows are made to order: each is a single document, as long as the context."""
+
+    context: int
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def documents(self, row: int) -> list[int]:
+        return [self.context]
+
+    def segments(self, row: int) -> list[tuple[int, int, int]]:
+        return [(row, 0, self.context)]
+
+
 class Rows:
     """The rows of a packed folder, or of one of its sources."""
 

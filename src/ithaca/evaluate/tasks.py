@@ -23,7 +23,7 @@ import numpy as np
 
 from ..data.mixing import below, mix
 from ..data.order import shuffled
-from ..data.rows import IGNORE, Slice
+from ..data.rows import IGNORE, OneDocument, Slice
 from .languages import EVERY_TASK, Language, cannot_ask
 
 DISTRACTORS, VALUES, HOPS = 8, 4, 4
@@ -40,7 +40,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(OneDocument):
     """A source of rows (data.rows.RowSource) of one task at one length."""
 
     kind: str
@@ -65,15 +65,6 @@ class Task:
     @property
     def largest_token(self) -> int:
         return self.language.largest_token
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def documents(self, row: int) -> list[int]:
-        return [self.context]
-
-    def segments(self, row: int) -> list[tuple[int, int, int]]:
-        return [(row, 0, self.context)]
 
     def supervised(self, row: int) -> int:
         start, stop = self.sample(row).answer

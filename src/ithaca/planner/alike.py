@@ -33,16 +33,28 @@ def left_out(layers: int, stack: Stack, layer_input: int) -> int:
     return max(0, layers - RUN) if alike else 0
 
 
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
+
+
+def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
+    """Bytes that this rank has of a layer all the time, and from backward on, by category."""
+    shards = [(local(each), each.requires_grad) for each in layer.parameters()]
+    return {
+        "parameters": sum(each.nbytes for each, _ in shards),
+        "optimizer": sum(int(each.numel() * optimizer_bytes) for each, learns in shards if learns),
+        "gradients": sum(each.nbytes for each, learns in shards if learns),
+    }
+
+
 class LeftOut:
     """Holds fake tensors of the size of what `count` layers would hold."""
 
-    def __init__(self, run: Run, tracker: LiveBytes, count: int, optimizer_bytes: float, local: Any) -> None:
+    def __init__(self, run: Run, tracker: LiveBytes, count: int, optimizer_bytes: float) -> None:
         self.run, self.tracker, self.count = run, tracker, count
         self.held: dict[str, Tensor] = {}
-        shards = [(local(each), each.requires_grad) for each in run.decoder.layers[1].module.parameters()]
-        self.weights = sum(each.nbytes for each, _ in shards)
-        self.states = sum(int(each.numel() * optimizer_bytes) for each, learns in shards if learns)
-        self.gradients = sum(each.nbytes for each, learns in shards if learns)
+        self.layer = held_by(run.decoder.layers[0].module, optimizer_bytes)
         self.ends: list[tuple[int, int]] = []  # live bytes, and bytes in the store, at the end of a layer
 
     def hold(self, category: str, nbytes: int) -> None:
@@ -54,8 +66,8 @@ class LeftOut:
         if not self.count:
             yield
             return
-        self.hold("parameters", self.weights)
-        self.hold("optimizer", self.states)
+        for category in ("parameters", "optimizer"):
+            self.hold(category, self.layer[category])
         hooks = [layer.module.register_forward_hook(self._passed) for layer in self.run.decoder.layers[:2]]
         try:
             yield
@@ -79,4 +91,4 @@ class LeftOut:
         if isinstance(self.run.store, DryStore):
             self.run.store.hold(-self.count * (self.ends[1][1] - self.ends[0][1]))
         self.held.pop("kept", None)
-        self.hold("gradients", self.gradients)
+        self.hold("gradients", self.layer["gradients"])

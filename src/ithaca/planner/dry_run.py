@@ -30,7 +30,7 @@ from ..model import norm
 from ..model.families import FAMILIES
 from ..run import Run
 from ..stack import Stack
-from .alike import LeftOut, left_out
+from .alike import LeftOut, left_out, local
 from .dry_store import DryGpuStore, DryStore
 from .memory import Memory
 from .tracker import LiveBytes
@@ -114,7 +114,7 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
         fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(tracker.watching())
         run = _prepared(case, config, stack, tracker)
-        with LeftOut(run, tracker, missing, case.optimizer_bytes, local).counted():
+        with LeftOut(run, tracker, missing, case.optimizer_bytes).counted():
             _step(case, run, fake, tracker)
         store = run.store
     held = store.held_bytes if isinstance(store, DryStore) else 0
@@ -226,10 +226,6 @@ def real(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
 
 
 def shortened(config: Any, layers: int | None) -> Any:

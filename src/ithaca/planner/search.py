@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
 from ..stack import Stack
+from .candidates import candidates
 from .hardware import Hardware, parse_gpus
 from .memory import Job, Memory, predict
 from .model import ModelSizes, read_sizes
@@ -25,7 +26,6 @@ WORKSPACE = 0.1e9  # of matrix products
 SLACK = 0.03  # of the peak, that the allocator holds in holes between blocks
 HOST_SHARE = 0.85  # of a machine's memory that may be pinned
 NEARLY = 1.25  # where the last candidate is so much too large, none fits
-TILES = (None, 16384, 8192, 4096, 2048)
 CONTEXT_STEP = 2**16  # tokens: the longest context is found to this
 OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}
 
@@ -163,16 +163,16 @@ def plan(
     asked = _Asked(sizes, hardware, tokens, rows, optimizer, lora, kernel or hardware.gpu.kernel)
     if stack is not None:
         return asked.look(stack)
-    candidates = list(_candidates(sizes, hardware, tokens, rows, pinned))
-    if not candidates:
+    stacks = list(candidates(sizes, hardware, tokens, rows, pinned))
+    if not stacks:
         given = ", ".join(f"{name}={value}" for name, value in pinned.items())
         raise ValueError(
             f"no stack is possible for {hardware.count} GPUs and rows={rows}{' with ' + given if given else ''}; free a field, or "
             "use another number of GPUs or rows"
         )
-    best = asked.search(candidates)
+    best = asked.search(stacks)
     if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
-        best = asked.keep_some(best, candidates)
+        best = asked.keep_some(best, stacks)
     if not best.fits and advise:
         best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
     best.reasons = _reasons(asked, best, pinned)
@@ -232,12 +232,12 @@ class _Asked:
         found.fits = not found.excess
         return found
 
-    def search(self, candidates: list[Stack]) -> Plan:
+    def search(self, stacks: list[Stack]) -> Plan:
         """The fastest that fits, or else the one that comes nearest."""
-        leanest = self.look(candidates[-1])  # they are listed so that the last one asks least of the GPU, or nearly so
+        leanest = self.look(stacks[-1])  # they are listed so that the last one asks least of the GPU, or nearly so
         if leanest.peak > NEARLY * leanest.budget:
             return leanest
-        timed = sorted(candidates, key=lambda stack: estimate(self.job(stack), self.hardware).seconds)
+        timed = sorted(stacks, key=lambda stack: estimate(self.job(stack), self.hardware).seconds)
         least: Plan | None = None
         for stack in timed:
             found = self.look(stack)
@@ -248,13 +248,13 @@ class _Asked:
         assert least is not None
         return least
 
-    def keep_some(self, best: Plan, candidates: list[Stack]) -> Plan:
+    def keep_some(self, best: Plan, stacks: list[Stack]) -> Plan:
         """Of the fastest stack that fits with each store: keep attention in as many layers as fit. -> the fastest of all
 
         The upper layers keep: backward reaches them first, and has freed what they kept by the time it computes a lower one again.
         """
         layers = self.model.layers
-        again = [stack for stack in candidates if stack.recompute == "layer"]
+        again = [stack for stack in stacks if stack.recompute == "layer"]
         for store in dict.fromkeys(stack.store for stack in again):
             found = self.search([stack for stack in again if stack.store == store])
             low, high = 0, layers  # with all layers it did not fit, or was not faster
@@ -269,57 +269,6 @@ class _Asked:
                 else:
                     high = middle
         return best
-
-
-def _candidates(
-    model: ModelSizes, hardware: Hardware, context: int, rows: int, pinned: dict[str, Any]
-) -> Iterator[Stack]:
-    world = hardware.count
-    for ulysses in _choices(pinned, "ulysses", [n for n in range(1, hardware.ranks_per_node + 1) if world % n == 0]):
-        if ulysses > model.heads:
-            continue
-        for ring in _choices(
-            pinned, "ring", [n for n in range(1, world // ulysses + 1) if (world // ulysses) % n == 0]
-        ):
-            groups, rest = divmod(world, ulysses * ring)
-            if rest or rows % groups:  # every group needs rows of its own
-                continue
-            if "ring" not in pinned and ring > 1 and ulysses < min(hardware.ranks_per_node, model.heads):
-                continue  # a ring is for what Ulysses cannot share
-            base = {
-                "ulysses": ulysses,
-                "ring": ring,
-                **{k: v for k, v in pinned.items() if k not in ("ulysses", "ring")},
-            }
-            yield from _layers(model, hardware, context // (ulysses * ring), base)
-
-
-def _layers(model: ModelSizes, hardware: Hardware, tokens: int, base: dict[str, Any]) -> Iterator[Stack]:
-    per_rank = -(-model.heads // base["ulysses"])
-    stages = [n for n in range(1, per_rank) if per_rank % n == 0]
-    stores = ["gpu", "host"] + (["disk"] if hardware.disk else [])
-    for recompute in _choices(base, "recompute", ["none", "keep_attention", "layer"]):
-        for store in _choices(base, "store", stores):
-            if recompute == "none" and store != "gpu":
-                continue
-            for tile in _choices(base, "tile", [each for each in TILES if each is None or each < tokens]):
-                if (tile is None) != (recompute == "none") and "tile" not in base:
-                    continue  # tiles are computed again, so keeping everything else brings nothing
-                for heads in _choices(base, "heads_per_stage", [None, *reversed(stages)]):
-                    if recompute == "none" and heads is not None and "heads_per_stage" not in base:
-                        continue
-                    holds = [None] if store == "gpu" else [True, False]
-                    for hold in _choices(base, "hold", holds):
-                        found = Stack(**{
-                            **base, "recompute": recompute, "store": store, "tile": tile, "heads_per_stage": heads,
-                            "hold": hold,
-                        })  # fmt: skip
-                        if not found.violations(None):
-                            yield found
-
-
-def _choices(pinned: dict[str, Any], name: str, otherwise: list[Any]) -> list[Any]:
-    return [pinned[name]] if name in pinned else otherwise
 
 
 def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[str, Any, str]]:
@@ -390,7 +339,7 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
     def tried(recompute: str | None = None, **changes: Any) -> Plan | None:
         other = replace(asked, **changes)
         fixed = pinned if recompute is None else {**pinned, "recompute": recompute}
-        stacks = list(_candidates(other.model, other.hardware, other.context, other.rows, fixed))
+        stacks = list(candidates(other.model, other.hardware, other.context, other.rows, fixed))
         found = other.search(stacks) if stacks else None
         return found if found is not None and found.fits else None
 

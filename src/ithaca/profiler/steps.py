@@ -21,7 +21,8 @@ from ..batch import Batch
 from ..config.schema import Train
 from ..model.weights import fill_at_random
 from ..parallelize import prepare
-from ..planner.dry_run import Case, fake_group, local, meta_model, shortened, shortened_stack
+from ..planner.alike import held_by
+from ..planner.dry_run import Case, fake_group, meta_model, shortened, shortened_stack
 from ..planner.search import OPTIMIZERS
 from ..run import Run
 from ..train.optim import build_optimizer, clip, global_norm, gradients
@@ -97,18 +98,7 @@ def _steps(case: Case, config: object, device: torch.device, missing: int) -> St
     documents = None if case.documents is None else [case.documents] * case.rows
     steps = Steps(
         run, build_optimizer(run.model, train), run.shard(ids, documents=documents), train,
-        _of_layers(run, missing, case.optimizer_bytes), {},
+        {name: missing * nbytes for name, nbytes in held_by(run.decoder.layers[0].module, case.optimizer_bytes).items()}, {},
     )  # fmt: skip
     steps.hold("parameters", "optimizer")
     return steps
-
-
-def _of_layers(run: Run, count: int, optimizer_bytes: float) -> dict[str, int]:
-    """What this rank would hold of so many more layers."""
-    shards = [(local(p), p.requires_grad) for p in run.decoder.layers[0].module.parameters()]
-    trained = [each for each, learns in shards if learns]
-    return {
-        "parameters": count * sum(each.nbytes for each, _ in shards),
-        "optimizer": count * int(sum(each.numel() for each in trained) * optimizer_bytes),
-        "gradients": count * sum(each.nbytes for each in trained),
-    }

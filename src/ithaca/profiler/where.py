@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..planner.dry_run import local
+from ..planner.alike import local
 from ..planner.tracker import plain_tensors
 from ..run import Run
 from .journal import Journal

@@ -5,14 +5,36 @@ has not finished writing. One small all-reduce a step. How long each rank worked
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ..launch.exits import CONFIG
 from ..launch.stop import Stop
 from ..mesh import Group
 from ..observe.rates import largest
+from .ends import Failed
 from .folder import RunFolder
+
+
+def from_first(ask: Callable[[], Any], device: torch.device) -> Any:
+    """What rank 0 says, on every rank; where it cannot say anything, all fail with its words. Hosts differ in free memory, disk
+    and clocks, and must not choose differently."""
+    answer: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            answer = [(ask(), None)]
+        except (Failed, ValueError) as error:
+            answer = [(None, (getattr(error, "exit_code", CONFIG), str(error)))]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(answer, src=0, device=device)
+    found, problem = answer[0]
+    if problem is not None:
+        raise Failed(*problem)
+    return found
 
 
 @dataclass(frozen=True)

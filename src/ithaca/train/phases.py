@@ -22,7 +22,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,9 @@ import torch.distributed as dist
 from ..config import dump
 from ..config.schema import Config, Phase, StackOptions
 from ..launch.exits import CONFIG
+from ..stack import Stack
 from ..storage.files import latest, step_of
+from .agreement import from_first
 from .build import automatic_stack, model_config
 from .device import device_of
 from .ends import Failed
@@ -81,7 +82,7 @@ def train_in_phases(config: Config, text: str | None, train: Callable[[Config, s
     parts = [_with_stack(each) for each in phase_configs(config)]
     chosen = [replace(phase, stack=each.stack) for phase, each in zip(config.phases, parts, strict=True)]
     text = dump(replace(config, phases=tuple(chosen)))
-    done = _agreed(lambda: _newest(config), device_of(config))
+    done = from_first(lambda: _newest(config), device_of(config))
     code = 0
     for number, each in enumerate(parts, 1):
         if done >= each.train.steps and number < len(parts):
@@ -102,29 +103,18 @@ def _newest(config: Config) -> int:
 
 
 def _with_stack(config: Config) -> Config:
-    """The same stack on every rank: what rank 0 chooses, whose host may have other memory than the others'."""
+    """With the stack that rank 0 chooses, where none is given."""
     hf = model_config(config.model, config.data.context)
     if config.stack.chosen is not None:
         return config
     world = dist.get_world_size() if dist.is_initialized() else 1
     device = device_of(config)
 
-    def choose() -> Any:
+    def choose() -> Stack:
         try:
             return automatic_stack(config, hf, world, device)[0]
         except (Failed, ValueError) as error:
-            return getattr(error, "exit_code", CONFIG), f"at {config.data.context:,} tokens: {error}"
+            raise Failed(getattr(error, "exit_code", CONFIG), f"at {config.data.context:,} tokens: {error}") from error
 
-    found = _agreed(choose, device)
-    if isinstance(found, tuple):
-        raise Failed(*found)
+    found = from_first(choose, device)
     return replace(config, stack=StackOptions.of(found, config.stack.scratch))
-
-
-def _agreed(ask: Callable[[], Any], device: torch.device) -> Any:
-    """What rank 0 says, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return ask()
-    answer = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0, device=device)
-    return answer[0]

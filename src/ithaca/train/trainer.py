@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from ..evaluate.suite import Suite, run_suite
 from ..files import write_atomically
 from ..launch import pulse
 from ..launch.environment import ATTEMPT, LAUNCHER, find_job
-from ..launch.exits import CONFIG, DATA, MEMORY, STOPPED, code_of, from_peers
+from ..launch.exits import DATA, MEMORY, STOPPED, code_of, from_peers
 from ..launch.stop import Stop, StoppedEarly, listen
 from ..observe.display import Display
 from ..observe.flops import mfu, model_flops, peak_flops
@@ -49,7 +49,7 @@ from ..planner.shortage import gpu_shortage, host_shortage
 from ..redact import redacted
 from ..report import write_report
 from ..stack import Stack
-from .agreement import Agreement
+from .agreement import Agreement, from_first
 from .build import automatic_stack, is_preset, model_config, planned, prepared
 from .device import device_of
 from .ends import Failed
@@ -117,7 +117,7 @@ class Trainer:
         self.hf = model_config(config.model, config.data.context)
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.plan: Plan | None = None
-        self.stack = config.stack.chosen or self._agreed_stack(config, world)
+        self.stack = config.stack.chosen or from_first(lambda: self._automatic(config, world), self.device)
         if self.plan is None and rank == 0 and self.device.type == "cuda":
             self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
@@ -128,20 +128,8 @@ class Trainer:
         self.saver: Saver | None = None
         self.stragglers = Stragglers()
 
-    def _agreed_stack(self, config: Config, world: int) -> Stack:
-        """What rank 0 chooses, on every rank: hosts differ in free memory and disk, and must not choose differently."""
-        answer: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                stack, self.plan = automatic_stack(config, self.hf, world, self.device)
-                answer = [(stack, None)]
-            except (Failed, ValueError) as error:
-                answer = [(None, (getattr(error, "exit_code", CONFIG), str(error)))]
-        if world > 1:
-            dist.broadcast_object_list(answer, src=0, device=_objects_on(self.device))
-        stack, problem = answer[0]
-        if problem is not None:
-            raise Failed(*problem)
+    def _automatic(self, config: Config, world: int) -> Stack:
+        stack, self.plan = automatic_stack(config, self.hf, world, self.device)
         return stack
 
     # -- from start to end ----------------------------------------------------------------------------------------------
@@ -178,8 +166,9 @@ class Trainer:
         with metrics:
             metrics.event("resume" if resumed else "start", from_step=self.step)
             self.saver = Saver(config, self.folder, run, self.optimizer, metrics, resumed and resumed.name)
-            if expected := self._from_first(lambda: self.plan and self.plan.speed.seconds * config.train.accumulation):
-                pulse.expect(expected)
+            planned = from_first(lambda: self.plan and self.plan.speed.seconds * config.train.accumulation, self.device)
+            if planned is not None:
+                pulse.expect(planned)
             self.stop.early = False
             self._loop(metrics, suite, self.saver)
             if self.stopping is not None:
@@ -294,13 +283,6 @@ class Trainer:
         except (ValueError, OSError) as error:
             raise Failed(DATA, str(error)) from error
 
-    def _from_first(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 says, on every rank."""
-        answer = [ask() if self.rank == 0 else None]
-        if self.model.mesh.world.size > 1:
-            dist.broadcast_object_list(answer, src=0, device=_objects_on(self.device))
-        return answer[0]
-
     def _record(
         self, done: Stepped, seconds: float, gauge: Gauge, peak: float | None, samples: range, evaluated: float | None
     ) -> StepRecord:
@@ -414,10 +396,6 @@ class Trainer:
             if from_peers(type(error).__name__, cause):
                 cause = f"lost another rank ({cause})"
             self._status("failed", cause=cause, exit_code=code_of(error))
-
-
-def _objects_on(device: torch.device) -> torch.device:
-    return device if device.type == "cuda" else torch.device("cpu")
 
 
 def _model_name(config: Config) -> str:
