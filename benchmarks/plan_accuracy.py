@@ -3,13 +3,15 @@
     python benchmarks/plan_accuracy.py [--only 1M]                 # needs no GPU
     python benchmarks/plan_accuracy.py --save said.json            # the same, for a machine whose minutes are dear ...
     python benchmarks/plan_accuracy.py --measure --said said.json  # ... where this measures, and takes the dry runs from there
+    python benchmarks/plan_accuracy.py --said said.json --measured measured.json  # or: what --measure wrote, here beside the rest
 
 Two to four layers of each shape, so that a case takes seconds; AdamW's states are there. A row is marked where the arithmetic is
 more than 5% above or 2% below, or the dry run more than 3% off.
 
 --measure runs one step of each case for real, as rank 0 of N on torch's fake process group, shortest first, all in one process.
 What is compared is torch.cuda.max_memory_allocated; host is the pinned memory that the store holds. Cases marked "timed" run a
-second step, and its time is compared with the plan's. --seconds stops before a case that would probably end later.
+second step, and its time is compared with the plan's. --seconds stops before a case that would probably end later. With
+--measured it writes what it finds to that file, runs no dry run that --said does not have, and leaves out what is there already.
 """
 
 from __future__ import annotations
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write what the dry runs said, as JSON")
     parser.add_argument("--said", type=Path, help="take the dry runs from this file")
     parser.add_argument("--measure", action="store_true", help="run each case on the GPU of this machine")
+    parser.add_argument("--measured", type=Path, help="what a GPU measured, as JSON: written by --measure, read without it")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="with --measure: no case that would end later"
     )
@@ -212,11 +215,18 @@ def main() -> None:
     begin = time.perf_counter()
     rows = [row for row in (Row(*each) for each in CASES) if options.only in row.words]
     known = json.loads(options.said.read_text()) if options.said else {}
+    found = json.loads(options.measured.read_text()) if options.measured and options.measured.exists() else {}
     head = "| shape | layers | tokens | ranks | stack | dry run GB | plan GB | off | store off |"
+    if found and not options.measure:
+        rows = [row for row in rows if row.words in found]
+        for row in rows:
+            row.measured = found[row.words]
     if options.measure:
         rows = sorted((row for row in rows if row.job.context <= LONGEST), key=lambda row: row.seconds)
-        head += " measured GB | dry run off | plan off | host off | second step |"
+        rows = [row for row in rows if row.words not in found]
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {_commit()}\n")
+    if found or options.measure:
+        head += " measured GB | dry run off | plan off | host off | second step |"
     print(head + "\n" + "|---" * (head.count("|") - 1) + "|")
     done = []
     for row in rows:
@@ -227,12 +237,20 @@ def main() -> None:
             ):
                 break
             row.measure()
+            if options.measured:
+                found[row.words] = row.measured
+                options.measured.write_text(json.dumps(found, indent=1))
         if row.words in known:
             row.ran = known[row.words]
+        elif options.measure and options.measured:
+            print(row.words, row.measured, flush=True)
+            continue
         print(row.line(), flush=True)
         done.append(row)
     if options.save:
         options.save.write_text(json.dumps({row.words: row.ran for row in done}, indent=1))
+    if not done:
+        return
     apart = [row.said.peak / row.ran["peak"] - 1 for row in done]
     print(
         f"\n{len(done)} of {len(rows)} cases; plan against dry run from {min(apart):+.1%} to {max(apart):+.1%}", end=""

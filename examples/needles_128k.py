@@ -77,7 +77,7 @@ def main() -> int:
     first, last = positions[0]["loss"], positions[-1]["loss"]
     print(
         f"\ntrained in {trained:.0f} s, all in {time.perf_counter() - began:.0f} s: {needle['mean']:.1%} of needles found in up to "
-        f"{longest:,} tokens, {min(map(min, needle['accuracy'])):.0%} in the worst cell; loss falls from {first:.3f} in the first "
+        f"{longest:,} tokens, {min(map(min, needle['accuracy'])):.0%} in the worst cell; loss goes from {first:.3f} in the first "
         f"{positions[0]['to']} positions to {last:.3f} in the last half.\n{options.out / name}.svg and .json; "
         f"page: {work / 'run' / 'report' / 'index.html'}"
     )
