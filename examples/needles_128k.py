@@ -27,9 +27,9 @@ from ithaca.evaluate.heatmap import svg
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", default="256,2K,16K,128K", help="of the phases (default: %(default)s)")
-    parser.add_argument("--steps", default="800,200,80,24", help="of the phases (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=8, help="of a step")
-    parser.add_argument("--lr", default="5e-3")
+    parser.add_argument("--steps", default="800,300,200,60", help="of the phases (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=16, help="of a step")
+    parser.add_argument("--lr", default="1e-2")
     parser.add_argument("--cpu", type=int, default=None, help="processes on the CPU; default: the GPUs")
     parser.add_argument("--work", type=Path, default=Path("runs/needles_128k"))
     parser.add_argument("--out", type=Path, default=Path("docs/evidence"))
@@ -39,7 +39,7 @@ def main() -> int:
     began, work, longest = time.perf_counter(), options.work, contexts[-1]
     shutil.rmtree(work, ignore_errors=True)
     LlamaConfig(
-        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, max_position_embeddings=contexts[0], initializer_range=0.1, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7}, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     ).save_pretrained(work / "model")  # fmt: skip

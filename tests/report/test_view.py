@@ -100,6 +100,28 @@ def test_a_resumed_step_counts_once(tmp_path: Path):
     assert loss["x"] == list(range(1, 9)) and loss["y"][2] == 99.0 and max(loss["y"]) == 99.0
 
 
+def test_of_a_run_in_phases_the_last_one_is_compared(tmp_path: Path):
+    run = samples.write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    middle = steps[len(steps) // 2]["step"]
+    for line in steps:  # a short first phase: everything is ten times smaller and faster
+        if line["step"] <= middle:
+            line["seconds"] /= 10
+            line["gpu_peak"] //= 10
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(
+        f"{config}phases:\n- {{context: 1024, steps: {middle}}}\n- {{context: 2048, steps: 1000000}}\n"
+    )
+    data = data_of(render(run=run))
+    second = [line for line in steps if line["step"] > middle]
+    found = {row["label"]: row["measured"] for row in data["comparison"]}
+    assert found["Step time"] == median(line["seconds"] for line in second[1:])
+    assert found["Peak GPU memory"] == max(line["gpu_peak"] for line in second)
+    assert "of the last phase" in data["figures"][0]["note"]
+
+
 def test_long_runs_are_short_in_the_page(tmp_path: Path):
     run, noise = tmp_path / "run", random.Random(3)
     run.mkdir()

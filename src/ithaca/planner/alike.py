@@ -38,12 +38,17 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
 
 
+def state_bytes(shard: Tensor, optimizer_bytes: float) -> int:
+    """Of AdamW's two averages, which are of the weights' type, or smaller."""
+    return int(shard.numel() * min(optimizer_bytes, 2 * shard.element_size()))
+
+
 def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
     """Bytes that this rank has of a layer all the time, and from backward on, by category."""
     shards = [(local(each), each.requires_grad) for each in layer.parameters()]
     return {
         "parameters": sum(each.nbytes for each, _ in shards),
-        "optimizer": sum(int(each.numel() * optimizer_bytes) for each, learns in shards if learns),
+        "optimizer": sum(state_bytes(each, optimizer_bytes) for each, learns in shards if learns),
         "gradients": sum(each.nbytes for each, learns in shards if learns),
     }
 

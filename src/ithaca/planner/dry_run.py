@@ -30,7 +30,7 @@ from ..model import norm
 from ..model.families import FAMILIES
 from ..run import Run
 from ..stack import Stack
-from .alike import LeftOut, left_out, local
+from .alike import LeftOut, left_out, local, state_bytes
 from .dry_store import DryGpuStore, DryStore
 from .memory import Memory
 from .tracker import LiveBytes
@@ -197,7 +197,7 @@ def _step(case: Case, run: Run, fake: FakeTensorMode, tracker: LiveBytes) -> Non
 def states(model: nn.Module, per_weight: float) -> list[Tensor]:
     """Stands for the optimizer's states."""
     trained = [local(p) for p in model.parameters() if p.requires_grad]
-    return [torch.empty(int(p.numel() * per_weight), dtype=torch.uint8) for p in trained]
+    return [torch.empty(state_bytes(p, per_weight), dtype=torch.uint8) for p in trained]
 
 
 def _batch(case: Case, run: Run, fake: FakeTensorMode) -> Any:

@@ -139,7 +139,8 @@ class _Walk:
         frozen = (m.weights if job.lora else 0) // self.shards * HALF
         self.base: Counter[str] = Counter(
             parameters=frozen + self.trained // self.shards * master,
-            optimizer=int(self.trained // self.shards * job.optimizer_bytes),
+            # AdamW's averages are of the weights' type
+            optimizer=int(self.trained // self.shards * min(job.optimizer_bytes, 2 * master)),
             other=3 * 8 * self.bs,
         )
         table = 2 * self.tokens * m.head_dim * HALF
@@ -326,16 +327,19 @@ class _Walk:
         head = m.embedding_weights
         limit = max(256, 2**29 // (self.rows * m.vocabulary))
         tile = self.tokens if self.stack.tile is None else min(self.stack.tile, limit, self.tokens)
-        several = tile < self.tokens
-        grads = 0 if self.job.lora else head * (2 * HALF + FULL if several else HALF)
+        trained = 0 if self.job.lora else head
         gathered = 0
         if self.stack.shard_parameters and not m.tied:
             gathered = head * HALF * (2 if self.shards > 1 else 1)
-        logits = self.rows * tile * m.vocabulary * HALF
+        each = self.rows * HALF * (m.vocabulary + 3 * m.hidden)  # logits of a token, and its three vectors
+        # the second tile's gradient joins the first's in fp32; it may be a short one
+        moments = [tile * each + trained * HALF]
+        if tile < self.tokens:
+            moments.append(min(tile, self.tokens - tile) * each + trained * (2 * HALF + FULL))
         self.moment(
             "loss",
             {"residual": 2 * self.x, "fsdp": gathered, "kept": self.flight.bytes},
-            {"loss": logits + grads + 3 * self.rows * tile * m.hidden * HALF},
+            {"loss": max(moments)},
         )
 
     # -- backward -------------------------------------------------------------------------------------------------------
@@ -403,7 +407,8 @@ class _Walk:
         grads = (self.trained - table) // self.shards * size
         moving = 0
         if self.stack.shard_parameters:
-            moving = FULL * table + FULL * table // self.shards + (0 if m.tied else HALF * table)
+            whole = 0 if m.tied or self.shards > 1 else HALF * table  # with one shard it stays gathered
+            moving = FULL * table + FULL * table // self.shards + whole
         self.kept = 0
         self.moment("backward", {"residual": self.x, "gradients": grads + HALF * table, "fsdp": moving})
 

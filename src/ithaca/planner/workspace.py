@@ -16,4 +16,7 @@ def attention_workspace(kernel: str, direction: str, shape: tuple[int, ...], kv_
     if kernel == "fa4":  # and two numbers a row; with shared KV heads dk and dv are added up in fp32 as well
         return sums + 8 * queries + (8 * keys * width if heads > kv_heads else 0)
     # cuDNN and torch's flash: a number a row; with shared KV heads dk and dv of every query head in bf16
-    return sums + 4 * queries + (4 * queries * width if heads > kv_heads else 0)
+    inside = sums + 4 * queries + (4 * queries * width if heads > kv_heads else 0)
+    if kernel == "flash" and heads > 1:  # it wants heads inside tokens, and copies output and its gradient into that order
+        inside += 4 * queries * width
+    return inside

@@ -72,6 +72,8 @@ def measure(wanted: Wanted, folder: Path | None = None, say: Callable[[str], obj
 def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) -> Measured:
     device, gpu = wanted.device, wanted.device.type == "cuda"
     if gpu:
+        gc.collect()  # a model measured before is a circle of objects, and would be counted with this one
+        torch.cuda.empty_cache()
         torch.cuda.set_device(device)
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (wanted.limit or whole) / whole), device)

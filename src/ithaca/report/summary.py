@@ -1,12 +1,14 @@
 """The top of the page: what ran, on what, how it ended, the figures that matter, and the plan beside the measurement.
 
-Rates and times are medians over the logged steps without the first, which also compiles and allocates; memory is the largest.
+Rates and times are medians over the logged steps without the first, which also compiles and allocates; memory is the largest. Of
+a run in phases it is the last one's: the phases differ in length, and the plan is that of the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,18 +33,27 @@ class Measured:
 
 def measure(inputs: Inputs) -> Measured:
     """Of the run; what it did not log comes from the profile."""
-    warm = inputs.steps[1:] or inputs.steps
+    steps = last_phase(inputs)
+    warm = steps[1:] or steps
     profile = table(inputs.profile)
     profiled = tables(profile.get("steps"))
     return Measured(
         steps=len(warm),
-        peak=_largest(inputs.steps, "gpu_peak") or positive(profile.get("peak")) or _largest(profiled, "peak"),
-        host=_largest(inputs.steps, "host_peak"),
-        disk=_largest(inputs.steps, "disk_peak"),
+        peak=_largest(steps, "gpu_peak") or positive(profile.get("peak")) or _largest(profiled, "peak"),
+        host=_largest(steps, "host_peak"),
+        disk=_largest(steps, "disk_peak"),
         seconds=_median(warm, "seconds") or _median(profiled, "seconds"),
         rate=_median(warm, "tokens_per_second") or positive(profile.get("tokens_per_second")),
         mfu=_median(warm, "mfu"),
     )
+
+
+def last_phase(inputs: Inputs) -> list[dict[str, Any]]:
+    """The logged steps of the phase that came last; all of them, if there are no phases."""
+    ends = list(accumulate(int(positive(each.get("steps")) or 0) for each in tables(inputs.config.get("phases"))))
+    last = inputs.steps[-1]["step"] if inputs.steps else 0
+    begin = max((end for end in ends if end < last), default=0)
+    return [line for line in inputs.steps if line["step"] > begin]
 
 
 def on_cpu(inputs: Inputs) -> bool:
@@ -206,6 +217,7 @@ def _kept(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _run_figures(inputs: Inputs, found: Measured) -> list[dict[str, Any]]:
     losses = [(line["step"], loss) for line in inputs.steps if (loss := number(line.get("loss"))) is not None]
     over = f"median of {found.steps:,} steps" if found.steps > 1 else "one step"
+    over += " of the last phase" if len(last_phase(inputs)) < len(inputs.steps) else ""
     first = f"{losses[0][1]:.4g} at step {losses[0][0]:,}" if len(losses) > 1 else None
     at_step = inputs.steps[-1]
     ended = inputs.status.get("state") == "finished"
