@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,29 @@ def workers() -> Iterator[Workers]:
     """Up to eight gloo ranks on CPU. Processes start at the first run and are reused by every test of the session."""
     with Workers(8) as pool:
         yield pool
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A small tmpfs with the options given."""
+    places: list[Path] = []
+
+    def make(options: str) -> Path:
+        place = tmp_path / f"mount{len(places)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("no mount command here")
+        if done.returncode:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield make
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -420,38 +420,12 @@ def test_disk_folder_errors(tmp_path: Path) -> None:
         open_store("disk", device=CPU, scratch=tmp_path / "file")
 
 
-Mount = Callable[[str], Path]
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """A small tmpfs with the options given."""
-    places: list[Path] = []
-
-    def make(options: str) -> Path:
-        place = tmp_path / f"mount{len(places)}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("no mount command here")
-        if done.returncode:
-            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
-        places.append(place)
-        return place
-
-    yield make
-    for place in places:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_read_only_folder(mount: Mount) -> None:
+def test_read_only_folder(mount: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match=r"no file can be made in scratch folder .* on tmpfs \(.*\): make it writable"):
         open_store("disk", device=CPU, scratch=mount("ro,size=1m"))
 
 
-def test_no_space(mount: Mount) -> None:
+def test_no_space(mount: Callable[[str], Path]) -> None:
     place = mount("size=4m")
     with open_store("disk", device=CPU, scratch=place) as store:
         with pytest.raises(ValueError, match=r"has 4\.2 MB free, this step needs 5\.0 MB: free space"):

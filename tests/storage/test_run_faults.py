@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +80,23 @@ def test_a_full_disk_costs_a_save_and_then_the_run(tmp_path: Path, caplog: pytes
     events = [line["event"] for line in read_metrics(tmp_path / "metrics.jsonl") if "event" in line]
     assert events == ["start", "save", "save_failed", "save", "save_failed", "save_failed", "save_failed"]
     assert run(tmp_path, 8) == 0 and names(tmp_path) == ["step-6", "step-8"], "there is room again"
+
+
+def test_a_disk_that_others_fill_while_a_save_writes(mount: Callable[[str], Path]):
+    """F9 on a real file system: there seemed to be room, and the kernel refuses a write in the middle of a shard."""
+    place = mount("size=64m")
+    assert run(place, 2) == 0 and names(place) == ["step-2"]
+    size = sum(file.stat().st_size for file in (place / "checkpoints/step-2").iterdir())
+    ballast = place / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(place).free - size // 2))
+    plenty = mock.patch.object(publish.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
+    with plenty, pytest.raises(Failed, match="No space left on device") as caught:
+        run(place, 8)
+    assert caught.value.exit_code == 4 and "newest checkpoint: checkpoints/step-2" in str(caught.value)
+    assert names(place) == ["step-2"] and files.verify(place / "checkpoints/step-2") == []
+    ballast.unlink()
+    assert run(place, 8) == 0 and names(place)[-1] == "step-8"
+    assert all(files.verify(path) == [] for path in files.published(place / "checkpoints"))
 
 
 def test_a_folder_that_takes_no_checkpoints_ends_the_run_before_it_trains(tmp_path: Path, capsys: Any):
