@@ -10,8 +10,8 @@ more than 5% above or 2% below, or the dry run more than 3% off.
 
 --measure runs one step of each case for real, as rank 0 of N on torch's fake process group, shortest first, all in one process.
 What is compared is torch.cuda.max_memory_allocated; host is the pinned memory that the store holds. Cases marked "timed" run a
-few more steps, and the median of their times is compared with the plan's. --seconds stops before a case that would probably end later. With
---measured it writes what it finds to that file, runs no dry run that --said does not have, and leaves out what is there already.
+few more steps, and the median of their times is compared with the plan's. --seconds stops before a case that would probably end
+later. With --measured it writes what it finds to that file, runs no dry run that --said does not have, and leaves out what is there.
 """
 
 from __future__ import annotations
@@ -217,7 +217,9 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write what the dry runs said, as JSON")
     parser.add_argument("--said", type=Path, help="take the dry runs from this file")
     parser.add_argument("--measure", action="store_true", help="run each case on the GPU of this machine")
-    parser.add_argument("--measured", type=Path, help="what a GPU measured, as JSON: written by --measure, read without it")
+    parser.add_argument(
+        "--measured", type=Path, help="what a GPU measured, as JSON: written by --measure, read without it"
+    )
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="with --measure: no case that would end later"
     )

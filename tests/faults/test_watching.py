@@ -164,9 +164,24 @@ BEFORE = "model: {folder: m, lora: {rank: 8}}\ndata: {context: 128, seed: 0}\ntr
 
 def test_what_changed_since_the_checkpoint():
     now = BEFORE.replace("1.0e-05", "3.0e-05").replace("cpu: 4", "cpu: 8").replace("seed: 0", "seed: 1")
-    assert changes(BEFORE, now) == (["train.lr 1e-05 → 3e-05"], ["data.seed 0 → 1"])
-    assert changes(BEFORE, BEFORE) == ([], [])
-    assert changes(BEFORE, BEFORE.replace(", lora: {rank: 8}", "")) == ([], ["model.lora.rank 8 → null"])
+    assert changes(BEFORE, now, 5) == (["train.lr 1e-05 → 3e-05"], ["data.seed 0 → 1"])
+    assert changes(BEFORE, BEFORE, 5) == ([], [])
+    assert changes(BEFORE, BEFORE.replace(", lora: {rank: 8}", ""), 5) == ([], ["model.lora.rank 8 → null"])
+
+
+PHASES = "phases: [{context: 128, steps: 4, stack: {ring: 1}}, {context: 256, steps: 4}, {context: 512, steps: 4}]\n"
+
+
+def test_phases_that_have_begun_keep_their_data():
+    now = PHASES.replace("128", "64").replace("256", "320").replace("512", "640").replace("ring: 1", "ring: 2")
+    assert changes(PHASES, now, 4) == (
+        ["phases.2.context 256 → 320", "phases.3.context 512 → 640"],
+        ["phases.1.context 128 → 64"],
+    )
+    assert [len(each) for each in changes(PHASES, now, 5)] == [1, 2]
+    said, refused = changes(PHASES, PHASES.replace(", {context: 512, steps: 4}", ", {context: 512, steps: 9}"), 9)
+    assert (said, refused) == (["phases.3.steps 4 → 9"], []), "longer is no other data"
+    assert changes(PHASES, "train: {steps: 12}\n", 2)[1] == ["phases.1.context 128 → null"], "phases that are gone"
 
 
 def test_another_layout_is_one_line():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def run_once(file: str, folder: str, world: int, stop_after: int | None = None) 
     loaded = load(file, [f"run.folder={folder}", f"launch.cpu={world}"])
     if stop_after is None:
         return train_in_phases(
-            loaded.config, loaded.text, lambda part, text: trainer.train(part, quiet=True, text=text)
+            loaded.config, loaded.text, lambda part, text, **more: trainer.train(part, quiet=True, text=text, **more)
         )
     plain = trainer.train_step
 
@@ -67,6 +68,25 @@ def run_once(file: str, folder: str, world: int, stop_after: int | None = None) 
         return -1
     finally:
         trainer.train_step = plain
+
+
+def states_after_each_phase(file: str, folder: str) -> list[str]:
+    loaded, found = load(file, [f"run.folder={folder}", "launch.cpu=1"]), []
+
+    def one(part: Any, text: str | None, **more: Any) -> int:
+        code = trainer.train(part, quiet=True, text=text, **more)
+        found.append(json.loads((Path(folder) / "status.json").read_text())["state"])
+        return code
+
+    assert train_in_phases(loaded.config, loaded.text, one) == 0
+    return found
+
+
+def test_a_run_is_finished_after_its_last_phase_only(workers: Workers, tmp_path: Path):
+    file = str(write(tmp_path))
+    (states,) = workers.run(states_after_each_phase, file, str(tmp_path / "run"), world=1)
+    assert states[-1] == "finished" and set(states[:-1]) == {"running"} and len(states) > 1
+    assert "without a clean stop" not in (tmp_path / "run/logs/rank-0.log").read_text()
 
 
 @pytest.fixture(scope="module")

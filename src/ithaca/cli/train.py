@@ -69,8 +69,9 @@ def run_train(options: argparse.Namespace) -> int:
         from ..train.phases import train_in_phases  # here: a launcher that only starts workers needs no torch
         from ..train.trainer import train
 
-        def one(part: Config, text: str | None) -> int:
-            return train(part, quiet=options.quiet, text=text, allow_change=options.allow_change, injected=injected)
+        def one(config: Config, text: str | None, *, first: bool, last: bool) -> int:
+            more: dict[str, Any] = dict(allow_change=options.allow_change, injected=injected, first=first, last=last)
+            return train(config, quiet=options.quiet, text=text, **more)
 
         return train_in_phases(config, loaded.text, one)
 

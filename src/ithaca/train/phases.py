@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,23 +72,28 @@ def phase_at(config: Config, step: int) -> Config:
     return next((each for each in phase_configs(config) if step <= each.train.steps), phase_configs(config)[-1])
 
 
-def train_in_phases(config: Config, text: str | None, train: Callable[[Config, str | None], int]) -> int:
-    """Call `train(config, text)` for each phase that is not done. -> exit code
+class TrainPhase(Protocol):
+    def __call__(self, config: Config, text: str | None, *, first: bool, last: bool) -> int: ...
+
+
+def train_in_phases(config: Config, text: str | None, train: TrainPhase) -> int:
+    """Call `train` for each phase that is not done. -> exit code
 
     text: the resolved config as it is to be written down; of a run with phases it is made here, with every stack chosen.
     """
     if not config.phases:
-        return train(config, text)
+        return train(config, text, first=True, last=True)
     parts = [_with_stack(each) for each in phase_configs(config)]
     chosen = [replace(phase, stack=each.stack) for phase, each in zip(config.phases, parts, strict=True)]
     text = dump(replace(config, phases=tuple(chosen)))
     done = from_first(lambda: _newest(config), device_of(config))
-    code = 0
+    code, first = 0, True
     for number, each in enumerate(parts, 1):
         if done >= each.train.steps and number < len(parts):
             continue
         log.info("phase %d of %d: %d tokens until step %d", number, len(parts), each.data.context, each.train.steps)
-        code = train(each, text)
+        code = train(each, text, first=first, last=number == len(parts))
+        first = False
         if code != 0:
             return code
         gc.collect()  # FSDP2's modules know each other in circles

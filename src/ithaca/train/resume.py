@@ -2,6 +2,7 @@
 
 train, stack, launch, checkpoint, eval, log     may change; what affects the result (train) is listed
 data, model                                     refused without --allow-change: the rows would be others, or the weights
+phases                                          the same: of those that have begun data is guarded, the rest may change
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -91,27 +93,38 @@ def _swept(folder: Path) -> bool:
 def compare(state: dict[str, Any], text: str, stack: Stack, world: int) -> tuple[str | None, list[str]]:
     """state: a checkpoint's state.json; text: the config now. -> (what needs a yes, or None; lines to say)"""
     extra, lines = state["extra"], []
-    said, refused = changes(extra.get("config") or text, text)
+    said, refused = changes(extra.get("config") or text, text, state["step"])
     if said or refused:
         lines.append(f"changed since step {state['step']}: " + ", ".join([*refused, *said]))
     moved = topology(state["world"], {"size": world, "stack": asdict(stack)}, extra["samples"])
     return refusal(state["step"], refused) if refused else None, [*lines, *([moved] if moved else [])]
 
 
-def changes(before: str, now: str) -> tuple[list[str], list[str]]:
-    """Of two configs as text: (changes to mention, changes to refuse), each as `train.lr 1e-05 → 3e-05`."""
-    old, new = _flat(yaml.safe_load(before), ""), _flat(yaml.safe_load(now), "")
+def changes(before: str, now: str, step: int) -> tuple[list[str], list[str]]:
+    """Of two configs as text, the first of which was trained to `step`: (changes to mention, changes to refuse), each as
+    `train.lr 1e-05 → 3e-05`."""
+    configs = [yaml.safe_load(each) for each in (before, now)]
+    begun = _begun(configs[0].get("phases") or [], step)
+    for each in configs:
+        each["phases"] = {str(number): phase for number, phase in enumerate(each.get("phases") or (), 1)}
+    old, new = (_flat(each, "") for each in configs)
     said, refused = [], []
     for name in sorted(old.keys() | new.keys()):
         if name in _HARMLESS or old.get(name) == new.get(name):
             continue
-        section = name.partition(".")[0]
+        section, *inner = name.split(".")
         text = f"{name} {_word(old.get(name))} → {_word(new.get(name))}"
-        if section in _GUARDED:
+        if section in _GUARDED or (section == "phases" and inner[0] in begun and inner[1] not in ("steps", "stack")):
             refused.append(text)
-        elif section in _SAID:
+        elif section in _SAID or (section == "phases" and inner[1] != "stack"):
             said.append(text)
     return said, refused
+
+
+def _begun(phases: list[dict[str, Any]], step: int) -> set[str]:
+    """Numbers of the phases that steps up to `step` were taken in."""
+    begins = [0, *accumulate(phase["steps"] for phase in phases)]
+    return {str(number) for number, begin in enumerate(begins[:-1], 1) if begin < step}
 
 
 def refusal(step: int, found: list[str]) -> str:

@@ -70,11 +70,13 @@ def train(
     text: str | None = None,
     allow_change: bool = False,
     injected: Sequence[faults.Fault] = (),
+    first: bool = True,
+    last: bool = True,
 ) -> int:
     """Train as this rank of the process group, or alone where there is none. -> exit code
 
     text: the resolved config as it is to be written down; None = as `dump` writes it. allow_change: go on from a checkpoint
-    though data or model are others. injected: faults to rehearse.
+    though data or model are others. injected: faults to rehearse. first, last: of the phases that this process trains.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     folder = RunFolder(config.run.folder)
@@ -85,13 +87,13 @@ def train(
         display = Display(config.run.name, config.train.steps, folder=config.run.folder, quiet=quiet, rank=rank)
         closing.enter_context(log_to(folder, rank, display))
         closing.enter_context(display)
-        if rank == 0 and unclean(folder.read_status()):
+        if rank == 0 and first and unclean(folder.read_status()):
             display.say("Previous run ended without a clean stop.")
         faults.arm(injected, rank, folder.path)
         closing.callback(faults.arm, (), rank, None)
         trainer = Trainer(config, folder, display, rank, text, stop)
         try:
-            return trainer.run(allow_change)
+            return trainer.run(allow_change, last)
         except StoppedEarly as stopped:
             trainer.stopped_early(str(stopped))
             raise
@@ -134,7 +136,7 @@ class Trainer:
 
     # -- from start to end ----------------------------------------------------------------------------------------------
 
-    def run(self, allow_change: bool = False) -> int:
+    def run(self, allow_change: bool, last: bool) -> int:
         config = self.config
         self._status("starting")
         self.display.doing("building the model")
@@ -181,6 +183,9 @@ class Trainer:
                 f"stopped after step {self.step} by {self.stopping}; saved: {where}. The same command goes on"
             )
             return STOPPED
+        if not last:
+            self._status("running")
+            return 0
         self._status("finished", exit_code=0)
         self.display.say(
             f"finished {self.step:,} steps; checkpoint: {where}\n  export: ithaca export {self.folder.path} OUT"
