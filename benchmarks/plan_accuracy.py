@@ -11,7 +11,8 @@ more than 5% above or 2% below, or the dry run more than 3% off.
 --measure runs one step of each case for real, as rank 0 of N on torch's fake process group, shortest first, all in one process.
 What is compared is torch.cuda.max_memory_allocated; host is the pinned memory that the store holds. Cases marked "timed" run a
 few more steps, and the median of their times is compared with the plan's. --seconds stops before a case that would probably end
-later. With --measured it writes what it finds to that file, runs no dry run that --said does not have, and leaves out what is there.
+later. With --measured it writes what it finds to that file, runs no dry run that --said does not have, and leaves out what is in
+it already.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ CASES: list[tuple[str, int, str, int, dict]] = [
     ("llama32_1b", 4, "64K", 1, dict(tile=8192)),
     ("llama32_1b", 3, "128K", 1, dict(**HOST, heads_per_stage=8, tile=8192)),
     ("llama32_1b", 3, "128K", 1, dict(**HOST, heads_per_stage=8, tile=8192, hold=False)),
+    ("llama32_1b", 3, "128K", 1, dict(store="disk", heads_per_stage=8, tile=8192)),
     ("llama32_1b", 2, "256K", 1, dict(**HOST, **WHOLE, heads_per_stage=4)),
     ("llama32_1b", 2, "256K", 1, dict(**HOST, **WHOLE, heads_per_stage=8, tile=8192)),
     ("llama32_1b", 2, "1M", 1, dict(**HOST, heads_per_stage=4)),
@@ -69,6 +71,7 @@ CASES: list[tuple[str, int, str, int, dict]] = [
     ("llama3_8b", 3, "64K", 8, dict(engine="composed", recompute="none", tile=None)),
     ("llama3_8b", 3, "256K", 8, dict(timed=True)),
     ("llama3_8b", 4, "256K", 8, dict(**HOST, recompute=("layer", "layer", "keep_attention", "keep_attention"))),
+    ("llama3_8b", 4, "256K", 8, dict(store="disk", heads_per_stage=1)),
     ("llama3_8b", 3, "256K", 8, dict(engine="composed")),
     ("llama3_8b", 3, "256K", 8, dict(engine="composed", recompute="layer", tile=None)),
     ("llama3_8b", 3, "512K", 8, dict(**HOST, heads_per_stage=1, tile=16384)),

@@ -58,6 +58,15 @@ def test_help_of_the_installed_command():
     assert done.returncode == 0 and "verify" in done.stdout and done.stderr == ""
 
 
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = [sys.executable, "-m", "ithaca", "plan", "llama3_8b", "--gpus", "8xH100", "--context", "64K"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (said, process.returncode) == ("", 141)
+
+
 def test_names_of_the_package_are_there_when_asked_for():
     assert set(ithaca.__all__) == {"Batch", "Plan", "Run", "Stack", "plan", "prepare"}
     assert all(getattr(ithaca, name) is not None for name in ithaca.__all__)

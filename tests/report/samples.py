@@ -59,6 +59,7 @@ def plan() -> dict[str, Any]:
     return {
         "plan": 1, "model": MODEL, "hardware": HARDWARE, "context": CONTEXT, "rows": 1, "stack": STACK, "fits": True,
         "budget": 80 * GB, "spare": 80 * GB - peak, "phases": PHASES, "peak": peak, "peak_phase": "backward",
+        "allocated": peak - PHASES["backward"]["slack"] - PHASES["backward"]["context"],
         "host": 69 * GB, "disk": 0,
         "time": {
             "step": 181.4, "tokens_per_second": CONTEXT / 8 / 181.4, "bound_by": "attention",

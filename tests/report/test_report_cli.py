@@ -45,7 +45,7 @@ def test_json_files_get_a_page_here(here: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_file_beside_a_run_wins_and_folders_are_made(here: Path, capsys: pytest.CaptureFixture[str]):
     run = samples.write_run(here / "run", steps=8)
-    plan = {**samples.plan(), "peak": 12345678}
+    plan = {**samples.plan(), "allocated": 12345678}
     Path("plan.json").write_text(json.dumps(plan))
     code, out, _ = cli(capsys, "run", "plan.json", "--out", "a/b/c.html")
     assert code == 0 and "a/b/c.html" in out and "12345678" in Path("a/b/c.html").read_text()

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out; those
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -56,7 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read has read enough: `ithaca plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it ends
+        return 141  # as if SIGPIPE had ended it: no success, for a run may have been cut off
     except (ValueError, OSError) as error:
         if options.traceback:
             raise

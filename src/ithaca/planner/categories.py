@@ -17,7 +17,7 @@ CATEGORIES = {
     "kept": "activations kept for backward, and pieces on their way to or from the store",
     "residual": "the residual stream and its gradient",
     "attention": "q, k, v, output and gradients of an attention stage",
-    "exchange": "what all-to-alls and the ring send and receive",
+    "exchange": "heads on their way to and from attention (all-to-all, ring)",
     "tile": "a tile of norms, projections and MLP, with its gradients",
     "loss": "a tile of logits, and the gradient of the head",
     "workspace": "what attention and matrix products need inside",
