@@ -113,7 +113,7 @@ class Plan:
             "context": self.context, "rows": self.rows, "optimizer": self.optimizer, "lora": self.lora,
             "stack": asdict(self.stack),
             "fits": self.fits, "budget": self.budget, "spare": self.budget - self.peak,
-            "phases": self.phases, "peak": self.peak, "peak_phase": self.memory.peak_phase, "allocated": self.allocated,
+            "phases": self.phases, "peak": self.peak, "peak_phase": self.memory.peak_phase,
             "allocated": self.allocated, "host": self.memory.host, "disk": self.memory.disk,
             "time": {
                 "step": self.speed.seconds, "tokens_per_second": self.speed.tokens_per_second,
