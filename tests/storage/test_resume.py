@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaca.storage.checkpoint import load, save
+from ithaca.storage.checkpoint import HostCopies, load, save
 from ithaca.workers import Workers
 
 from .runs import resumed, seeded, started, state_of, train, trained_and_saved, weights
@@ -102,3 +102,36 @@ def test_ranks_and_stack_may_change_on_the_way(workers: Workers, tmp_path: Path)
     found += workers.run(quiet, folder, stack, range(3, 5), True, world=8)[0]
     assert found == pytest.approx(reference, rel=1e-4)
     assert len(set(reference)) == 5
+
+
+def two_saves_in_the_same_memory(folder: str) -> Any:
+    """-> weights and states when each was begun, and where its copies lie"""
+    run, optimizer = started("llama3", dict(ulysses=2), num_hidden_layers=1)
+    copies, moments, places = HostCopies(), [], []
+    for save_number in range(2):
+        train(run, optimizer, range(2 * save_number, 2 * save_number + 2), noise=False)
+        moments.append({**weights(run), **state_of(run, optimizer)})
+        saving = save(Path(folder), run, optimizer, {}, step=2 + save_number, asynchronous=True, copies=copies)
+        places.append({name: kept.data_ptr() for name, kept in copies._kept.items()})
+        train(run, optimizer, range(9, 10), noise=False)  # must not reach the copies
+        saving.wait()
+    return moments, places
+
+
+def loaded_step(folder: str, step: int) -> Any:
+    run, optimizer = started("llama3", dict(ulysses=2), num_hidden_layers=1)
+    load(Path(folder) / f"step-{step}", run, optimizer)
+    return {**weights(run), **state_of(run, optimizer)}
+
+
+def test_a_save_uses_the_memory_of_the_one_before(workers: Workers, tmp_path: Path):
+    found = workers.run(two_saves_in_the_same_memory, str(tmp_path), world=2)
+    for rank, (moments, places) in enumerate(found):
+        assert places[0] == places[1] and len(places[0]) > 10
+        for number, moment in enumerate(moments):
+            there = workers.run(loaded_step, str(tmp_path), 2 + number, world=2)[rank]
+            assert moment.keys() == there.keys()
+            assert all(
+                torch.equal(value, there[name]) if isinstance(value, torch.Tensor) else value == there[name]
+                for name, value in moment.items()
+            )

@@ -46,13 +46,13 @@ from .keep import prune, remove_unfinished
 from .loading import load
 from .publish import Draft, probe, publish, start, write_json
 from .ranks import alone, each, first, gather
-from .shards import copied
+from .shards import HostCopies
 from .state import at_rest, frozen_of, model_tensors, optimizer_state, size
 from .writer import HashingWriter
 
 __all__ = [
-    "CheckpointError", "Damaged", "NotWritten", "Saving", "save", "load", "ready", "latest", "published", "verify", "prune",
-    "remove_unfinished",
+    "CheckpointError", "Damaged", "HostCopies", "NotWritten", "Saving", "save", "load", "ready", "latest", "published", "verify",
+    "prune", "remove_unfinished",
 ]  # fmt: skip
 
 
@@ -133,10 +133,12 @@ def save(
     *,
     step: int,
     asynchronous: bool = False,
+    copies: HostCopies | None = None,
 ) -> Saving:
     """Write checkpoint `step-STEP` in `folder`. Collective. Finish an asynchronous one before starting the next.
 
     extra: whatever else the run must know, as JSON: data cursor, schedule, config. `load` gives it back.
+    copies: memory for asynchronous saves, used again; None = made for this one.
     """
     mesh = run.mesh
     if mesh.world.pg is not None and alone(mesh):
@@ -166,7 +168,7 @@ def save(
         }
         saving.entries = first(mesh, lambda: _write_record(draft.hidden, record))
         if asynchronous:
-            tensors = each(mesh, lambda: copied(tensors))  # which training cannot change while they are written
+            tensors = each(mesh, lambda: (copies or HostCopies()).of(tensors))
             if dist.is_initialized():
                 saving._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
             each(mesh, lambda: saving._begin(tensors))

@@ -26,8 +26,20 @@ def like(local: Tensor, value: Tensor, shape: torch.Size) -> Tensor:
     return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
-def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the host, which training cannot change any more."""
-    return {
-        key: like(local_part(value).detach().to("cpu", copy=True), value, value.shape) for key, value in tensors.items()
-    }
+class HostCopies:
+    """Copies of shards on the host, which training cannot change. Their memory is kept from save to save: to get fresh memory
+    from the system takes longer than to copy into it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Valid until the next call."""
+        self._kept = {key: self._copy(key, local_part(value).detach()) for key, value in tensors.items()}
+        return {key: like(self._kept[key], value, value.shape) for key, value in tensors.items()}
+
+    def _copy(self, key: str, local: Tensor) -> Tensor:
+        kept = self._kept.get(key)
+        if kept is None or (kept.shape, kept.dtype, kept.stride()) != (local.shape, local.dtype, local.stride()):
+            return local.to("cpu", copy=True)
+        return kept.copy_(local)

@@ -48,6 +48,7 @@ class Saver:
         self.newest = None if newest is None else self._named(newest)  # published, relative to the run folder
         self.seconds: float | None = None  # that the last one took to write
         self.pending: checkpoints.Saving | None = None
+        self._copies = checkpoints.HostCopies()
         self._began = 0.0
         self._failed = 0  # saves in a row
         self._warned = False
@@ -74,7 +75,13 @@ class Saver:
         later = self.options.asynchronous and not wait
         try:
             self.pending = checkpoints.save(
-                self.folder.checkpoints, self.run, self.optimizer, extra, step=step, asynchronous=later
+                self.folder.checkpoints,
+                self.run,
+                self.optimizer,
+                extra,
+                step=step,
+                asynchronous=later,
+                copies=self._copies,
             )
         except checkpoints.NotWritten as error:
             return self._forgive(error, step, needed)
