@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import ithaca.workers
 from ithaca.cli.main import main
+from ithaca.cli.measuring import going_on
 from ithaca.verify.presets import PRESETS, preset_config
 from ithaca.verify.reference import Item
 
@@ -242,3 +244,13 @@ def test_verify_of_a_folder_for_real(tmp_path: Path):
     names = [item["name"] for item in report["cases"][0]["items"]]
     assert "logits" in names and "loss" in names and any(name.startswith("gradients") for name in names)
     assert report["cases"][0]["stack"]["recompute"] == "keep_attention"
+
+
+def test_what_takes_long_says_that_it_goes_on(capsys):
+    with going_on("dry run at 13M", every=0.05):
+        time.sleep(0.2)
+    quiet = capsys.readouterr()
+    assert quiet.out == "" and quiet.err.splitlines()[0] == "ithaca: dry run at 13M: 0 s so far"
+    with going_on("dry run at 8K"):
+        pass
+    assert capsys.readouterr().err == ""

@@ -1,10 +1,15 @@
-"""What `ithaca profile` and `ithaca ladder --measure` ask of the machine before they run anything on it."""
+"""What verbs that take a while share: what `ithaca profile` and `ithaca ladder --measure` ask of the machine before they run
+anything on it, and how they say that they are at work."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..config.sizes import format_bytes
@@ -16,6 +21,24 @@ from ..train.ends import Failed
 def say(line: str) -> None:
     """What goes on, beside what is printed for programs."""
     print(f"ithaca: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def going_on(what: str, every: float = 15.0) -> Iterator[None]:
+    """Say now and then that it does, so that nobody takes minutes of work for a hang."""
+    begin, over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not over.wait(every):
+            say(f"{what}: {time.monotonic() - begin:.0f} s so far")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 def at_least(least: int, **values: int | None) -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .measuring import say
+from ..config.sizes import format_tokens
+from .measuring import going_on, say
 
 _HELP = """\
 Says before a run whether it fits, what holds the memory, how long a step takes and what bounds it, and chooses the fastest stack
@@ -175,4 +176,5 @@ def _counted(found: Any, context: int, options: argparse.Namespace) -> Any:
         lora=Lora(rank=options.lora) if options.lora else None, kernel=options.kernel or found.hardware.gpu.kernel,
         optimizer_bytes=OPTIMIZERS[found.optimizer],
     )  # fmt: skip
-    return dry_run(case, layers=options.layers)
+    with going_on(f"dry run at {format_tokens(context)}"):
+        return dry_run(case, layers=options.layers)
