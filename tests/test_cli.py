@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ithaca.workers
-from ithaca.cli.main import main
+from ithaca.cli.main import main, set_allocator
 from ithaca.cli.measuring import going_on
 from ithaca.verify.presets import PRESETS, preset_config
 from ithaca.verify.reference import Item
@@ -58,6 +58,16 @@ def test_nothing_heavy_is_imported_before_it_is_needed(program: str):
 def test_help_of_the_installed_command():
     done = python("-m", "ithaca", "--help")
     assert done.returncode == 0 and "verify" in done.stdout and done.stderr == ""
+
+
+def test_the_allocator_is_set_unless_the_user_has_settings():
+    environ = {"HOME": "/there"}
+    set_allocator(environ)
+    assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environ = {name: "max_split_size_mb:512"}
+        set_allocator(environ)
+        assert environ == {name: "max_split_size_mb:512"}
 
 
 def test_a_reader_that_has_read_enough_is_no_error():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 from .. import __version__
 from ..train.ends import Failed
@@ -26,6 +26,8 @@ from .report import add_report
 from .slurm import add_slurm
 from .train import add_train
 from .verify import add_verify
+
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,6 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """arguments: None = those of this process, which is then ours."""
+    if arguments is None:
+        set_allocator(os.environ)
     parser = build_parser()
     options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
     try:
@@ -76,6 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"ithaca {options.verb}: stopped", file=sys.stderr)
         return 130
+
+
+def set_allocator(environ: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA allocator grow its segments, unless the user has settings of their own. Read when torch is imported.
+
+    Its own segments have the sizes that were asked for first. Stages, tiles and gathered weights differ in size, and the holes
+    between them add up to a shortage that no plan sees (docs/decisions/0024-allocator.md)."""
+    if not _ALLOCATOR & environ.keys():
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
