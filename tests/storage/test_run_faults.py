@@ -82,17 +82,26 @@ def test_a_full_disk_costs_a_save_and_then_the_run(tmp_path: Path, caplog: pytes
     assert run(tmp_path, 8) == 0 and names(tmp_path) == ["step-6", "step-8"], "there is room again"
 
 
-def test_a_disk_that_others_fill_while_a_save_writes(mount: Callable[[str], Path]):
-    """F9 on a real file system: there seemed to be room, and the kernel refuses a write in the middle of a shard."""
+@pytest.mark.parametrize("part", [0.5, 0.0], ids=["half a checkpoint is left", "nothing is left"])
+def test_a_disk_that_others_fill_while_a_save_writes(mount: Callable[[str], Path], part: float):
+    """F9 on a real file system: there seemed to be room, and the kernel refuses a write, of a shard or of the smallest file."""
     place = mount("size=64m")
     assert run(place, 2) == 0 and names(place) == ["step-2"]
     size = sum(file.stat().st_size for file in (place / "checkpoints/step-2").iterdir())
-    ballast = place / "ballast"
-    ballast.write_bytes(bytes(shutil.disk_usage(place).free - size // 2))
-    plenty = mock.patch.object(publish.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
-    with plenty, pytest.raises(Failed, match="No space left on device") as caught:
-        run(place, 8)
-    assert caught.value.exit_code == 4 and "newest checkpoint: checkpoints/step-2" in str(caught.value)
+    usage, ballast = shutil.disk_usage, place / "ballast"
+
+    def fill(path: Any) -> Any:
+        """Asked for room, when a save begins: there is, and then it is gone."""
+        found = usage(path)
+        with open(ballast, "ab", buffering=0) as file:
+            file.write(bytes(max(0, found.free - int(part * size))))
+        return found._replace(free=1 << 40)
+
+    with mock.patch.object(publish.shutil, "disk_usage", fill), pytest.raises(Failed) as caught:
+        run(place, 20)
+    text = str(caught.value)
+    assert caught.value.exit_code == 4 and "No space left on device" in text and "3 of 3 failures in a row" in text
+    assert "newest checkpoint: checkpoints/step-2" in text
     assert names(place) == ["step-2"] and files.verify(place / "checkpoints/step-2") == []
     ballast.unlink()
     assert run(place, 8) == 0 and names(place)[-1] == "step-8"

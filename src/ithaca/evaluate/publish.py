@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from ..train.folder import RunFolder
 from .heatmap import pixels
 from .suite import headline
 
+log = logging.getLogger("ithaca")
+
 
 def publish(record: dict[str, Any], folder: RunFolder, metrics: Metrics, rank: int) -> None:
     if rank != 0:
         return
-    write_record(folder.evaluations / f"step-{record['step']}.json", record)
+    try:
+        write_record(folder.evaluations / f"step-{record['step']}.json", record)
+    except OSError as error:  # its numbers are in the metrics too, and training goes on
+        log.warning("the evaluation after step %s could not be written (%s)", record["step"], error)
     pictures = {"needles": pixels(record["needle"])} if "needle" in record else {}
     metrics.evaluation(record["step"], headline(record), pictures)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -25,6 +26,8 @@ from ..files import write_atomically
 
 CONTRACT = 1
 """Version of the layout; in every status.json."""
+
+log = logging.getLogger("ithaca")
 
 STATES = ("starting", "running", "saving", "restarting", "stopped", "finished", "failed")
 _ENDED = ("restarting", "stopped", "finished", "failed")
@@ -148,7 +151,9 @@ class RunFolder:
             os.close(file)
 
     def write_status(self, state: str, **about: Any) -> None:
-        """Replace status.json. about: step, steps, cause, exit_code, checkpoint, resume, ... (docs/run_folder.md)."""
+        """Replace status.json. about: step, steps, cause, exit_code, checkpoint, resume, ... (docs/run_folder.md).
+
+        A disk that is full costs the line, not the run: what the run does about its disk is decided where it saves."""
         assert state in STATES, f"{state} is not one of {STATES}"
         status = {
             "contract": CONTRACT,
@@ -157,7 +162,10 @@ class RunFolder:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        write_atomically(self.status, json.dumps({**status, **about}, indent=1, ensure_ascii=False) + "\n")
+        try:
+            write_atomically(self.status, json.dumps({**status, **about}, indent=1, ensure_ascii=False) + "\n")
+        except OSError as error:
+            log.warning("%s could not be written (%s); it should say %s", self.status, error, state)
 
     def read_status(self) -> dict[str, Any] | None:
         """The last status, or None if there is none yet."""

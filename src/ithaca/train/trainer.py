@@ -158,7 +158,7 @@ class Trainer:
         if resumed is not None:
             self.step, self.tokens = resumed.step, resumed.tokens
         if self.rank == 0:
-            self.folder.config.write_text(self.text)
+            write_atomically(self.folder.config, self.text)
             if self.plan is not None:
                 write_atomically(self.folder.plan, json.dumps(self.plan.json(), indent=1) + "\n")
         self.display.say(headline(self._facts(stream, resumed and resumed.name)))
