@@ -34,6 +34,10 @@ CASES = [
     ("llama3_8b", 128 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 16, "fa4"),
     ("qwen3_32b", 512 * K, 16, Stack(ulysses=8, ring=2, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
     ("mistral_7b", 256 * K, 8, Stack(ulysses=8, recompute="layer", tile=16384), 0, "flash"),
+    # where the embedding's gradient is the largest; where the second tile of the loss is a short one; where attention is
+    ("llama3_8b", 8 * K, 8, Stack(ulysses=8), 0, "fa4"),
+    ("qwen3_32b", 64 * K, 16, Stack(ulysses=8, ring=2), 0, "fa4"),
+    ("mistral_7b", 64 * K, 1, Stack(heads_per_stage=8, store="host"), 0, "flash"),
 ]  # fmt: skip
 
 
@@ -49,6 +53,24 @@ def test_arithmetic_against_the_code(name: str, context: int, world: int, stack:
     assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
     for stored in ("host", "disk"):
         assert getattr(said, stored) == pytest.approx(getattr(ran, stored), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["fa4", "cpu"]
+)  # with its workspace attention is the largest moment, without it a projection
+@pytest.mark.parametrize(
+    ("hidden", "heads", "rows", "world"), [(64, 4, 4, 1), (256, 4, 1, 1), (512, 8, 1, 1), (256, 8, 2, 2)]
+)
+def test_nothing_recomputed_and_hardly_a_vocabulary(hidden: int, heads: int, rows: int, world: int, kernel: str):
+    """Else the logits of all tokens are the largest thing there is, and hide the layers."""
+    config = hf_config("llama32_1b")
+    config.num_hidden_layers, config.vocab_size, config.head_dim = 2, 128, 64
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads = hidden, heads, 2
+    config.intermediate_size = 2 * hidden
+    stack = Stack(recompute="none", tile=None, ulysses=world)
+    ran = dry_run(Case(config, stack, 64 * K, world=world, rows=rows, kernel=kernel))
+    said = predict(Job(sizes_of(config.to_dict(), "small"), stack, 64 * K, world, rows, kernel))
+    assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (8, 1), (2, 2), (8, 2), (3, 5)])

@@ -70,6 +70,7 @@ class _Walk:
         self.tile = min(stack.tile or self.tokens, self.tokens)
         self.projected = min((stack.tile or self.tokens) * PROJECTION_TILES, self.tokens)
         self.piece = min((stack.tile or self.tokens) * TILES_PER_PIECE, self.tokens)
+        self.rotary = 2 * self.tokens * m.head_dim * HALF  # cos and sin of every position
         self.schedule = head_schedule(m.heads, m.kv_heads, stack.ulysses, stack.heads_per_stage)
         self.shards = job.world // stack.replicate if stack.shard_parameters else 1
         self.found: dict[str, Counter[str]] = {}
@@ -143,8 +144,7 @@ class _Walk:
             optimizer=int(self.trained // self.shards * min(job.optimizer_bytes, 2 * master)),
             other=3 * 8 * self.bs,
         )
-        table = 2 * self.tokens * m.head_dim * HALF
-        self.base["tile"] = table if table <= TABLE_BYTES else 0
+        self.base["tile"] = self.rotary if self.rotary <= TABLE_BYTES else 0
         if m.tied and self.stack.shard_parameters:
             self.base["fsdp"] += m.embedding_weights * HALF
         self.moment("load")
@@ -272,11 +272,16 @@ class _Walk:
         kept = sum(sum(self.buffers(t, "kept").values()) for t, _ in enumerate(self.schedule))
         if self.stack.tile is None:
             m = self.m
-            per_token = HALF * (4 * m.intermediate + 3 * m.hidden) + FULL
+            kept += self.after_graph
             if len(self.schedule) == 1:
-                per_token += HALF * (m.hidden + (m.heads + 2 * m.kv_heads) * m.head_dim) + FULL
-            kept += self.bs * per_token
+                kept += self.bs * (HALF * (m.hidden + (m.heads + 2 * m.kv_heads) * m.head_dim) + FULL)
+                kept += self.rotary if self.rotary > TABLE_BYTES else 0  # of its own, where no table serves all layers
         return kept
+
+    @property
+    def after_graph(self) -> int:
+        """What autograd keeps of the untiled half behind attention."""
+        return self.bs * (HALF * (4 * self.m.intermediate + 3 * self.m.hidden) + FULL)
 
     def put_pieces(self, whole: int, copied: bool) -> None:
         pieces = -(-self.tokens // self.piece)
@@ -418,6 +423,9 @@ class _Walk:
         qkv = 0 if self.job.lora else (m.heads + 2 * m.kv_heads) * m.head_dim * m.hidden
         wide = qkv * (FULL if len(self.schedule) > 1 else HALF)
         before = 0  # dq of the stage before, while it is on its way home
+        graph = recompute == "none" and self.stack.tile is None
+        if graph:
+            self.kept -= self.after_graph - self.x  # done with, but for its result
         for t, stage in enumerate(self.schedule):
             q, mine = self.head(self.heads(stage, "all")), self.head(self.heads(stage, "mine"))
             kv, k = self.head(self.heads(stage, "kv")), self.head(self.heads(stage, "fresh"))
@@ -439,7 +447,7 @@ class _Walk:
             if self.stack.ring > 1:
                 grads = {"attention": 3 * mine + 9 * kv + adds, "workspace": inside, "exchange": 6 * kv + before}
             if recompute == "none":
-                bufs = {"exchange": 2 * q if self.ranks == 1 else 4 * q, "attention": 2 * own * mine}
+                bufs = {"exchange": 2 * q, "attention": 2 * own * mine}
             elif self.ranks == 1:
                 bufs = {"exchange": 3 * q + 2 * kv, "attention": 3 * own * mine + 2 * shared * kv}
             elif self.ahead:
@@ -464,10 +472,14 @@ class _Walk:
             each = token * heads * m.head_dim
             wider = 1 if self.ranks == 1 else 0
             tile = (5 + wider) * token * m.hidden // 2 + ((5 if self.job.lora else 3) + wider) * each
+            if graph and len(self.schedule) == 1:  # nothing is projected again: q's rotation is undone
+                tile = 7 * q // 2 + self.x
+                if self.heads(stage, "kv") > m.kv_heads:  # ranks that share KV heads: their gradients are added
+                    tile += 2 * self.head(m.kv_heads)
             tile += 2 * heads * m.head_dim * m.hidden * HALF
             if not delivered and self.projected < self.tokens:  # made with the first tile's gradient
                 done["residual"] += accumulator
-            home = q + 2 * kv if self.ranks > 1 else mine
+            home = q + 2 * kv if self.ranks > 1 or graph else mine
             live = bufs if self.ahead or self.ranks == 1 else {}
             self.moment("backward", done, live, {"exchange": home, "tile": tile, "kept": inputs})
 
