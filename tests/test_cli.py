@@ -70,8 +70,18 @@ def test_the_allocator_is_set_unless_the_user_has_settings():
         assert environ == {name: "max_split_size_mb:512"}
 
 
-def test_a_reader_that_has_read_enough_is_no_error():
-    command = [sys.executable, "-m", "ithaca", "plan", "llama3_8b", "--gpus", "8xH100", "--context", "64K"]
+def test_another_broken_pipe_is_an_error(capsys, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("ithaca.planner.search.plan", broken)
+    code, _, error = cli(capsys, "plan", "llama3_8b", "--gpus", "8xH100", "--context", "64K")
+    assert code == 2 and "Broken pipe" in error
+
+
+@pytest.mark.parametrize("more", [[], ["--json", "--explain", "--compare", "tile=2048"]], ids=["little", "much"])
+def test_a_reader_that_has_read_enough_is_no_error(more: list[str]):
+    command = [sys.executable, "-m", "ithaca", "plan", "llama3_8b", "--gpus", "8xH100", "--context", "64K", *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -181,6 +181,9 @@ def test_phases_that_have_begun_keep_their_data():
     assert [len(each) for each in changes(PHASES, now, 5)] == [1, 2]
     said, refused = changes(PHASES, PHASES.replace(", {context: 512, steps: 4}", ", {context: 512, steps: 9}"), 9)
     assert (said, refused) == (["phases.3.steps 4 → 9"], []), "longer is no other data"
+    data = ["data: {context: 512, seed: 0}\n", "data: {context: 640, seed: 1}\n"]
+    said, refused = changes(PHASES + data[0], PHASES.replace("512", "640") + data[1], 4)
+    assert (said, refused) == (["phases.3.context 512 → 640"], ["data.seed 0 → 1"]), "data.context follows the phases"
     assert changes(PHASES, "train: {steps: 12}\n", 2)[1] == ["phases.1.context 128 → null"], "phases that are gone"
 
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .source import add_source, overrides_of
+
 _HELP = """\
 Reads file and question as one prompt, shared by all processes as in training, and writes the likeliest answer token by token.
 Through the chat template where the tokenizer has one. Not a server: it is there to see what a model has learned.
@@ -24,14 +26,10 @@ def add_ask(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Any setting can be given as --section.name VALUE, such as --stack.ring 2 or --model.dtype fp32.",
     )
-    parser.add_argument(
-        "source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a checkpoint or a Hugging Face folder"
-    )
+    add_source(parser)
     parser.add_argument("question")
     parser.add_argument("--file", type=Path, help="a text that the question is about")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of the answer (default: %(default)s)")
-    parser.add_argument("--cpu", type=int, default=None, metavar="N", help="on the CPU with N workers")
-    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.set_defaults(run=run_ask, overrides=[])
 
 
@@ -41,9 +39,7 @@ def run_ask(options: argparse.Namespace) -> int:
     from ..generate.prompt import read_text
     from ..launch import start
 
-    overrides = list(options.overrides)
-    if options.cpu is not None:
-        overrides += ["launch.workers=null", f"launch.cpu={options.cpu}"]
+    overrides = overrides_of(options)
     if options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: an answer has at least one")
     opened = find_model(options.source, overrides)

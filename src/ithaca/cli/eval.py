@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .source import add_source, overrides_of
+
 _HELP = """\
 Loss by position on held-out text, needles by length and depth, and RULER-style tasks (multi_key, multi_value, variable_tracking,
 common_words), of a run's newest checkpoint, a checkpoint (step-N), or any Hugging Face folder. Questions are words where there is a
@@ -31,14 +33,10 @@ def add_eval(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Any setting can be given as --section.name VALUE; docs/config.md lists those of `eval`.",
     )
-    parser.add_argument(
-        "source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a checkpoint or a Hugging Face folder"
-    )
+    add_source(parser)
     parser.add_argument("--file", action="append", default=[], help="held-out text; may be given several times")
     parser.add_argument("--out", type=Path, help="folder for the results (default: RUN/eval, or runs/eval-NAME)")
-    parser.add_argument("--cpu", type=int, default=None, metavar="N", help="on the CPU with N workers")
     parser.add_argument("--quiet", action="store_true", help="no tables on the terminal")
-    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.set_defaults(run=run_eval, overrides=[])
 
 
@@ -46,9 +44,7 @@ def run_eval(options: argparse.Namespace) -> int:
     from ..evaluate.opening import find_model
     from ..launch import find_job, start
 
-    overrides = list(options.overrides)
-    if options.cpu is not None:
-        overrides += ["launch.workers=null", f"launch.cpu={options.cpu}"]
+    overrides = overrides_of(options)
     if options.file:
         overrides += [f"eval.sources=[{', '.join(map(_quoted, options.file))}]", "eval.packed=null"]
     opened = find_model(options.source, overrides, options.out)

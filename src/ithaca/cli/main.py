@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import MutableMapping, Sequence
 
@@ -65,10 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = options.run(options)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read has read enough: `ithaca plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it ends
-        return 141  # as if SIGPIPE had ended it: no success, for a run may have been cut off
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 141  # as if SIGPIPE had ended it: no success, for a run may have been cut off
         if options.traceback:
             raise
         print(f"ithaca {options.verb}: {error}", file=sys.stderr)
@@ -81,6 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"ithaca {options.verb}: stopped", file=sys.stderr)
         return 130
+
+
+def _nobody_reads() -> bool:
+    """Whether whoever read our output has read enough (`ithaca plan ... | head`). Other pipes break too: those to other ranks."""
+    try:
+        ours = sys.stdout.fileno()
+    except ValueError:  # not a file
+        return False
+    watch = select.poll()
+    watch.register(ours, 0)
+    if not any(events & select.POLLERR for _, events in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), ours)  # or Python says so when it ends
+    return True
 
 
 def set_allocator(environ: MutableMapping[str, str]) -> None:

@@ -17,8 +17,7 @@ def attention_workspace(kernel: str, direction: str, shape: tuple[int, ...], kv_
         return sums + 8 * queries + (8 * keys * width if heads > kv_heads else 0)
     # cuDNN and torch's flash: a number a row; with shared KV heads dk and dv of every query head in bf16
     inside = sums + 4 * queries + (4 * queries * width if heads > kv_heads else 0)
-    if (
-        kernel == "flash" and heads > 1
-    ):  # it wants heads inside tokens, and copies output and its gradient into that order
+    if kernel == "flash" and heads > 1:
+        # it wants heads inside tokens, and copies output and its gradient into that order
         inside += 4 * queries * width
     return inside

@@ -105,6 +105,9 @@ def changes(before: str, now: str, step: int) -> tuple[list[str], list[str]]:
     `train.lr 1e-05 → 3e-05`."""
     configs = [yaml.safe_load(each) for each in (before, now)]
     begun = _begun(configs[0].get("phases") or [], step)
+    if all(each.get("phases") for each in configs):
+        for each in configs:  # the longest of them, and no setting of its own
+            each.get("data", {}).pop("context", None)
     for each in configs:
         each["phases"] = {str(number): phase for number, phase in enumerate(each.get("phases") or (), 1)}
     old, new = (_flat(each, "") for each in configs)
