@@ -122,7 +122,8 @@ class Peers:
             if said["beat"]["section"] != _DONE:
                 hosts[rank] = said["host"]
                 signs.append(Sign(rank, self._who(rank), when, Beat(**said["beat"])))
-        silent = [sign for sign in signs if sign.silent(now, self.timeouts.silence)]
+        until = min(now, self.answered)  # since then nobody was heard: that is the store's silence, not theirs
+        silent = [sign for sign in signs if sign.silent(until, self.timeouts.silence)]
         if silent:
             lost = {hosts[sign.rank] for sign in silent}
             alive = {hosts[sign.rank] for sign in signs if sign not in silent}
