@@ -200,7 +200,7 @@ def alst(case: Case) -> Work:
 def ours(case: Case, stack: ithaca.Stack) -> Work:
     run = ithaca.prepare(case.model(), stack, device=case.device)
     batch = run.shard(case.tokens())
-    held = lambda: run.store.held_bytes if stack.store == "host" else 0  # noqa: E731
+    held = lambda: run.store.held_bytes if stack.far == "host" else 0  # noqa: E731
     return Work(run.model, lambda: run.loss(batch), held=held, details=in_words(stack))
 
 
@@ -290,7 +290,7 @@ def planned(case: Case) -> ithaca.Stack:
 
 
 def in_words(stack: ithaca.Stack) -> str:
-    values = {field.name: getattr(stack, field.name) for field in fields(stack)}
+    values = {field.name: stack.words(field.name) for field in fields(stack)}
     return " ".join(
         f"{field.name}={values[field.name]}" for field in fields(stack) if values[field.name] != field.default
     )

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from .activations.store import StoreKind, open_store
+from .activations.store import GpuStore, StoreKind, open_store
 from .attention.choice import Kernels, Need
 from .attention.head_schedule import head_schedule
 from .fsdp import apply_fsdp
@@ -17,7 +17,7 @@ from .mesh import Mesh, build_mesh
 from .model.adapter import Decoder, read_model
 from .request import route
 from .run import Run
-from .stack import Stack
+from .stack import Stack, require
 
 
 def prepare(
@@ -44,7 +44,7 @@ def prepare(
     """
     stack = stack or Stack()
     decoder = read_model(model)
-    _check_layers(stack, decoder)
+    require(stack.layer_violations(len(decoder.layers)), "this stack does not suit the model")
     _check_weights(model, weights)
     device = _device(model, device)
     mesh = build_mesh(stack, device, offload_parameters)
@@ -53,7 +53,7 @@ def prepare(
     error, store = None, None
     try:
         store = open_store(
-            cast(StoreKind, stack.store), device=device, scratch=None if scratch is None else Path(scratch)
+            cast(StoreKind, stack.far), device=device, scratch=None if scratch is None else Path(scratch)
         )
     except (ValueError, OSError) as problem:
         error = str(problem)
@@ -64,7 +64,8 @@ def prepare(
         kernels.resolve(Need(device, compute, layer.projector.head_dim, layer.window is not None))
     first = decoder.layers[0].projector
     schedule = head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
-    run = Run(model, stack, mesh, decoder, store, kernels, schedule, compute)
+    near = store if isinstance(store, GpuStore) else GpuStore(device)
+    run = Run(model, stack, mesh, decoder, store, near, kernels, schedule, compute)
     _parallelize(run, weights, seed)
     return run
 
@@ -88,14 +89,6 @@ def materialize(run: Run, weights: str | Path | Callable[[Run], None] | None, se
         fill_from_folder(run.decoder, Path(weights), run.mesh, seed=seed, gaussian=_starts(run.model) == {"gaussian"})
     elif run.mesh.parameters is None:
         run.model.to(run.mesh.device)
-
-
-def _check_layers(stack: Stack, decoder: Decoder) -> None:
-    if isinstance(stack.recompute, tuple) and len(stack.recompute) != len(decoder.layers):
-        raise ValueError(
-            f"recompute names {len(stack.recompute)} layers, but the model has {len(decoder.layers)}; give one for each, or "
-            "one string for all"
-        )
 
 
 def _check_weights(model: nn.Module, weights: str | Path | Callable[[Run], None] | None) -> None:

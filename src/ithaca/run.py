@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import faults
 from .activations.loss import LossTerms, cap, fuses, loss_tile, tiled_loss, tiled_scores
-from .activations.store import Store
+from .activations.store import GpuStore, Store
 from .attention.choice import Kernels, Need
 from .attention.head_schedule import Stage
 from .attention.stages import Shape, StagedAttention
@@ -52,7 +52,8 @@ class Run:
     stack: Stack
     mesh: Mesh
     decoder: Decoder
-    store: Store
+    store: Store  # the one outside of the GPU, where there is one
+    near: GpuStore  # for the layers that keep theirs on the GPU
     kernels: Kernels
     schedule: tuple[Stage, ...]
     dtype: torch.dtype
@@ -217,11 +218,14 @@ class Run:
         self._reserve(x)
         routing = []
         for layer in self.decoder.layers:
+            if layer.index and self.stack.store_of(layer.index) != self.stack.store_of(layer.index - 1):
+                self.store.let_go()  # before layers that put nothing into it
             call = self._layer_call(layer, places[layer.rope_type], batch, x)
             x, *sums = layer.module(x, Request(lambda x, call=call: run_layer(x, call)))
-            if self.stack.store != "gpu" and torch.is_grad_enabled() and call.learn and not call.stored:
+            kind = self.stack.store_of(layer.index)
+            if kind != "gpu" and torch.is_grad_enabled() and call.learn and not call.stored:
                 raise RuntimeError(
-                    f"store={self.stack.store!r} was asked for, but layer {layer.index} stored nothing in this forward. "
+                    f"store={kind!r} was asked for, but layer {layer.index} stored nothing in this forward. "
                     "Activations stay on the GPU, so memory would run out later without a reason; this is a bug or a "
                     "patched layer"
                 )
@@ -248,24 +252,29 @@ class Run:
             positions=positions,
             tile=self.stack.tile,
             recompute=self.stack.recompute_of(layer.index),
-            # backward begins with the last layer: what it keeps is wanted again at once
-            store=self.store.brief if layer.index == len(self.decoder.layers) - 1 else self.store,
-            below=self.store,
+            store=self._store_of(layer),
+            passing=self.store,
             engine=self.stack.engine_of(layer.index),
             hold=self.stack.hold,
             count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
             valid=batch.valid,
         )
 
+    def _store_of(self, layer: Layer) -> Store:
+        if self.stack.store_of(layer.index) == "gpu":
+            return self.near
+        # backward begins with the last layer: what it keeps is wanted again at once
+        return self.store.brief if layer.index == len(self.decoder.layers) - 1 else self.store
+
     def _reserve(self, x: Tensor) -> None:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
-        if self.stack.store == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
+        if self.stack.far == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
             return
         projector = self.decoder.layers[0].projector
         attended = x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
         most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
         lse = x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
-        layers = range(len(self.decoder.layers))
+        layers = [layer.index for layer in self.decoder.layers if self.stack.store_of(layer.index) != "gpu"]
         keeping = sum(self.stack.recompute_of(layer) == "keep_attention" for layer in layers)
         need = x.numel() * x.element_size() * len(layers) + (attended + lse) * keeping
         if any(self.stack.engine_of(layer) == "streamed" for layer in layers):

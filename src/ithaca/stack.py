@@ -7,14 +7,16 @@ remedy, and `require` turns the list into a single error: a user with three mist
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import groupby, product
+from typing import Any
 
 RECOMPUTE = ("none", "layer", "keep_attention")
 ENGINES = ("auto", "composed", "streamed")
 STORES = ("gpu", "host", "disk")
 ATTENTION = ("auto", "cudnn", "fa4", "flash", "cpu")
+PER_LAYER = ("recompute", "store")  # fields that may name one for each layer
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Stack:
     """What backward computes again: "none"; "layer" = everything; "keep_attention" = all but the attention forward. A tuple,
     or "6 layer + 10 keep_attention", names one for each layer, so that just as many keep attention as host and disk can bear."""
 
-    store: str = "gpu"
-    """Where kept activations wait for backward: "gpu", "host" (pinned memory) or "disk"."""
+    store: str | tuple[str, ...] = "gpu"
+    """Where kept activations wait for backward: "gpu", "host" (pinned memory) or "disk". A tuple, or "10 host + 6 gpu", names one
+    for each layer: a GPU with memory to spare takes what the host has no room for."""
 
     tile: int | None = 4096
     """Tokens per tile of norms, projections, MLP and loss; a tile is recomputed in backward. None = untiled."""
@@ -57,26 +60,52 @@ class Stack:
     tensors of the size of its input). None = where the input is at most 1 GiB."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.recompute, str) and "+" in self.recompute:
-            object.__setattr__(self, "recompute", _per_layer(self.recompute))
+        for name in PER_LAYER:
+            value = getattr(self, name)
+            if isinstance(value, str) and "+" in value:
+                object.__setattr__(self, name, _per_layer(value))
 
     def recompute_of(self, layer: int) -> str:
         return self.recompute if isinstance(self.recompute, str) else self.recompute[layer]
+
+    def store_of(self, layer: int) -> str:
+        return self.store if isinstance(self.store, str) else self.store[layer]
+
+    @property
+    def far(self) -> str:
+        """The store outside of the GPU that the run has; "gpu" if none."""
+        return next((each for each in self._stores if each != "gpu"), "gpu")
 
     def engine_of(self, layer: int) -> str:
         if self.engine != "auto":
             return self.engine
         return "composed" if self.recompute_of(layer) == "none" else "streamed"
 
-    @property
-    def recompute_words(self) -> str:
-        if isinstance(self.recompute, str):
-            return self.recompute
-        return " + ".join(f"{count} {kind}" for kind, count in Counter(self.recompute).items())
+    def words(self, name: str) -> Any:
+        """A field as a user would write it: "6 layer + 10 keep_attention"."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return value
+        return " + ".join(f"{len(list(same))} {kind}" for kind, same in groupby(value))
 
     @property
     def _recomputes(self) -> tuple[str, ...]:
         return (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+
+    @property
+    def _stores(self) -> tuple[str, ...]:
+        return (self.store,) if isinstance(self.store, str) else self.store
+
+    @property
+    def _pairs(self) -> Iterable[tuple[str, str]]:
+        """What the layers ask for: recompute and store."""
+        if (
+            isinstance(self.recompute, tuple)
+            and isinstance(self.store, tuple)
+            and len(self.recompute) == len(self.store)
+        ):
+            return zip(self.recompute, self.store, strict=True)
+        return product(self._recomputes, self._stores)
 
     @property
     def context_ranks(self) -> int:
@@ -95,20 +124,23 @@ class Stack:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{name}={value} must be at least 1, or None to switch it off")
-        for value in dict.fromkeys(self._recomputes):
-            if value not in RECOMPUTE:
-                found.append(f"recompute={value!r} is unknown; choose one of {', '.join(map(repr, RECOMPUTE))}")
-        for name, allowed in (
-            ("store", STORES),
-            ("engine", ENGINES),
-            ("attention", ATTENTION),
+        for name, values, allowed in (
+            ("recompute", self._recomputes, RECOMPUTE),
+            ("store", self._stores, STORES),
+            ("engine", (self.engine,), ENGINES),
+            ("attention", (self.attention,), ATTENTION),
         ):
-            value = getattr(self, name)
-            if value not in allowed:
-                found.append(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
-        if "none" in self._recomputes and self.store in ("host", "disk"):
+            for value in dict.fromkeys(values):
+                if value not in allowed:
+                    found.append(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+        if {"host", "disk"} <= set(self._stores):
             found.append(
-                f"store={self.store!r} has nothing to hold with recompute='none', where autograd keeps every activation "
+                f"store={self.words('store')!r} names both the host and the disk, but a run has one of them beside the GPU; the "
+                "disk store holds its newest gigabytes in host memory by itself: use disk in place of host"
+            )
+        if any(recompute == "none" and store != "gpu" for recompute, store in self._pairs):
+            found.append(
+                f"store={self.far!r} has nothing to hold with recompute='none', where autograd keeps every activation "
                 "on the GPU; use recompute='keep_attention' or 'layer', or store='gpu'"
             )
         if self.engine == "streamed" and "none" in self._recomputes:
@@ -130,10 +162,18 @@ class Stack:
                 )
         return found
 
+    def layer_violations(self, layers: int) -> list[str]:
+        """Fields that name other than one for each layer of the model."""
+        return [
+            f"{name}={self.words(name)!r} names {len(value)} layers, but the model has {layers}; give one for each, or one for all"
+            for name in PER_LAYER
+            if isinstance(value := getattr(self, name), tuple) and len(value) != layers
+        ]
+
     def _type_violations(self) -> Iterable[str]:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "recompute" and isinstance(value, tuple):
+            if field.name in PER_LAYER and isinstance(value, tuple):
                 good, want = bool(value) and all(isinstance(each, str) for each in value), "one string per layer"
             elif field.name in ("recompute", "store", "engine", "attention"):
                 good, want = isinstance(value, str), "a string"

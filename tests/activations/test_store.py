@@ -287,6 +287,19 @@ def test_settle_allows_writes_in_place(kind: str, opened: Opener) -> None:
     assert_same(store.take(handle), [torch.arange(200_000)])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_let_go_holds_nothing_that_is_under_way(kind: str, opened: Opener) -> None:
+    store = opened(kind)
+    kept = [torch.arange(200_000) + number for number in range(3)]
+    handles = [store.put([x]) for x in kept]
+    store.let_go()
+    if kind != "gpu":  # which refers to what it was given
+        for x in kept:
+            x.zero_()
+    for number in reversed(range(3)):
+        assert_same(store.take(handles[number]), [torch.arange(200_000) + number])
+
+
 def test_gpu_store_notices_writes_in_place(opened: Opener) -> None:
     store, x = opened("gpu"), torch.ones(3)
     handle = store.put([x])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ithaca.stack import Stack
@@ -33,7 +35,7 @@ def test_full_stack(workers, model):
 
 
 @pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
-@pytest.mark.parametrize("store", ["gpu", "host", "disk"])
+@pytest.mark.parametrize("store", ["gpu", "host", "disk", ("host", "gpu")])
 @pytest.mark.parametrize("tile", [None, 7])
 def test_streamed(workers, tile, store, recompute):
     """Pieces, stages and exchanges together: with a tile of 7 a rank's tokens are several pieces."""
@@ -47,6 +49,24 @@ def test_streamed(workers, tile, store, recompute):
 def test_layers_recompute_differently(workers, recompute):
     stack = Stack(ulysses=2, heads_per_stage=2, recompute=recompute, tile=50)
     items = workers.run(run_case, Case("gemma3", stack, world=2, length=331), ("plain", "packed"), world=2)[0]
+    assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "store", "more"),
+    [
+        ("qwen3_moe", ("host", "gpu", "gpu"), {"hold": False}),
+        ("llama3", ("disk", "gpu"), {"recompute": ("layer", "keep_attention")}),
+        ("gemma3", ("gpu", "host"), {"hold": True}),
+        ("mistral", ("host", "gpu"), {"recompute": ("keep_attention", "none")}),
+        ("olmo2", ("host", "gpu"), {"engine": "composed", "recompute": "layer"}),
+    ],
+)
+def test_layers_keep_in_different_places(workers, model, store, more):
+    """With adapters in one of them; around a ring and between heads, as all others."""
+    stack = replace(FULL, store=store, **more)
+    case = Case(model, stack, world=4, length=509, lora=model == "llama3")
+    items = workers.run(run_case, case, ("logits", "plain", "packed"), world=4)[0]
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 
 

@@ -176,6 +176,31 @@ def test_what_is_kept_is_the_input_and_on_request_the_attention(engine: str, hol
     del loss
 
 
+@pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
+@pytest.mark.parametrize("store", [("host", "gpu"), ("gpu", "host"), ("disk", "gpu")])
+@pytest.mark.parametrize(("engine", "hold"), [("composed", None), ("streamed", False), ("streamed", True)])
+def test_each_layer_keeps_where_it_was_told(engine: str, hold: bool | None, store: tuple[str, str], recompute: str):
+    stack = dict(recompute=recompute, engine=engine, shard_parameters=False, heads_per_stage=4, tile=3)
+    alone = prepared(**stack)
+    alone.loss(alone.shard(tokens())).backward()
+    run = prepared(**stack, store=store, hold=hold)
+    loss = run.loss(run.shard(tokens()))
+    assert run.store.kind == run.stack.far != "gpu"
+    assert len(run.store) == len(run.near) > 0, "each has what one layer keeps"
+    loss.backward()
+    assert len(run.store) == len(run.near) == 0
+    for (name, ours), theirs in zip(run.model.named_parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("store", "layers"), [("host", 2), (("host", "gpu"), 1), (("gpu", "gpu"), 0)])
+def test_room_is_asked_for_what_leaves_the_gpu(store: Any, layers: int, monkeypatch: pytest.MonkeyPatch):
+    run, asked = prepared(store=store, recompute="layer", engine="composed", shard_parameters=False), []
+    monkeypatch.setattr(run.store, "reserve", asked.append)
+    run.loss(run.shard(tokens(1, 48)))
+    assert asked == ([layers * 48 * 64 * 4] if layers else [])
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_evaluation_stores_nothing(store: str):
     run = prepared(store=store)

@@ -19,6 +19,10 @@ WRONG_VALUES = [
     (Stack(attention="triton"), ["attention='triton'", *map(repr, ATTENTION)]),
     (Stack(recompute=("layer", "some")), ["recompute='some'", *map(repr, RECOMPUTE)]),
     (Stack(recompute=("layer", "none"), store="host"), ["store='host'", "recompute='none'", "keep_attention"]),
+    (Stack(recompute=("layer", "none"), store=("gpu", "host")), ["store='host'", "recompute='none'", "keep_attention"]),
+    (Stack(recompute="none", store=("gpu", "host")), ["store='host'", "recompute='none'", "keep_attention"]),
+    (Stack(store=("host", "tape")), ["store='tape'", *map(repr, STORES)]),
+    (Stack(store="2 host + 3 disk"), ["store='2 host + 3 disk'", "one of them beside the GPU", "use disk"]),
     (Stack(recompute="none", engine="streamed"), ["engine='streamed'", "recompute='none'", "engine='composed'"]),
     (Stack(engine="fast"), ["engine='fast'", "'composed'", "'streamed'"]),
     (Stack(recompute="none", store="host"), ["store='host'", "recompute='none'", "keep_attention", "store='gpu'"]),
@@ -37,6 +41,7 @@ WRONG_TYPES = [
     ("tile", "4096", "a whole number or None"),
     ("recompute", None, "a string"),
     ("store", 1, "a string"),
+    ("store", ("host", None), "one string per layer"),
     ("attention", None, "a string"),
     ("shard_parameters", 1, "True or False"),
 ]
@@ -49,6 +54,14 @@ def test_the_default_and_every_listed_choice_are_fine():
         for choice in choices:
             stack = dataclasses.replace(Stack(), **{name: choice})
             assert stack.violations() == [], (name, choice)
+
+
+def test_layers_may_differ():
+    stack = Stack(recompute="1 layer + 2 none", store="1 host + 2 gpu")
+    assert stack.violations() == [], "the layers that keep everything keep it on the GPU"
+    assert [stack.store_of(layer) for layer in range(3)] == ["host", "gpu", "gpu"] and stack.far == "host"
+    assert stack.words("store") == "1 host + 2 gpu" and stack.words("tile") == 4096
+    assert Stack().far == Stack(store=("gpu", "gpu")).far == "gpu"
 
 
 def test_a_stack_is_plain_data():
@@ -106,5 +119,5 @@ def test_one_recompute_for_each_layer_of_the_model():
 
     from .tiny import tiny
 
-    with pytest.raises(ValueError, match="recompute names 3 layers, but the model has 2"):
+    with pytest.raises(ValueError, match="names 3 layers, but the model has 2"):
         ithaca.prepare(tiny(), Stack(recompute=("layer", "layer", "layer"), shard_parameters=False))

@@ -15,6 +15,7 @@ STACKS = {
     "none": Stack(recompute="none", tile=None),
     "layer": Stack(recompute="layer", heads_per_stage=2, tile=333, store="disk"),
     "full": Stack(recompute="keep_attention", heads_per_stage=1, tile=200, store="host"),
+    "mixed": Stack(recompute="keep_attention", heads_per_stage=1, tile=200, store=("host", "gpu"), hold=False),
     "flash": Stack(recompute="keep_attention", attention="flash", shard_parameters=False),
 }
 # wider than on the CPU, so that a gradient has more than a handful of numbers

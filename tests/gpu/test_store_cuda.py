@@ -233,6 +233,22 @@ def test_device_memory_stays_bounded(two_under_way: None) -> None:
         assert torch.cuda.memory_allocated() - before < unit
 
 
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_let_go_gives_memory_back_without_another_put(kind: str, tmp_path: Path) -> None:
+    """Two puts of any size are held otherwise, however long the computation goes on without the store."""
+    size = 1 << 28
+    with open_store(kind, device=CUDA, scratch=tmp_path) as store:  # pyright: ignore[reportArgumentType]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        handles = [store.put([torch.full((size,), number, dtype=torch.uint8, device=CUDA)]) for number in (1, 2)]
+        store.let_go()
+        assert torch.cuda.memory_allocated() - before < size // 8
+        reused = torch.zeros(2 * size, dtype=torch.uint8, device=CUDA)  # the memory they came from
+        for number in (2, 1):
+            assert bool((store.take(handles[number - 1])[0] == number).all())
+        assert not bool(reused.any())
+
+
 def test_pinned_memory_is_exact_and_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
     pin = host._pin

@@ -16,6 +16,7 @@ from ithaca.planner.hardware import GPUS, parse_gpus
 from ithaca.planner.memory import Job, predict
 from ithaca.planner.search import NEARLY, _Asked, max_context, plan
 from ithaca.planner.speed import estimate
+from ithaca.planner.words import describe
 from ithaca.stack import Stack
 
 EIGHT = dict(gpus="8xH100-80GB", host="2TB", disk="20TB")
@@ -58,17 +59,51 @@ def test_longer_needs_more_techniques():
 
 
 def test_as_many_layers_keep_attention_as_there_is_room_for():
-    options = dict(gpus="1xH200", context="1M", host="134GB")
+    options = dict(gpus="1xH200", context="1M", host="134GB", store="host")
     found = plan("llama32_1b", **options)
     kept = found.stack.recompute
     assert isinstance(kept, tuple) and len(kept) == 16 and kept == tuple(sorted(kept, reverse=True))
     one_more = ("layer",) * (kept.count("layer") - 1) + ("keep_attention",) * (kept.count("keep_attention") + 1)
     assert found.fits and not plan("llama32_1b", **options, stack=replace(found.stack, recompute=one_more)).fits
-    for store in ("gpu", "host"):  # any uniform choice is slower or does not fit
-        for recompute in ("layer", "keep_attention"):
-            other = plan("llama32_1b", **options, store=store, recompute=recompute)
-            assert not other.fits or other.speed.seconds > found.speed.seconds
-    assert Stack(recompute=found.stack.recompute_words) == Stack(recompute=kept)
+    for recompute in ("layer", "keep_attention"):  # any uniform choice is slower or does not fit
+        other = plan("llama32_1b", **options, recompute=recompute)
+        assert not other.fits or other.speed.seconds > found.speed.seconds
+    assert Stack(recompute=found.stack.words("recompute")) == Stack(recompute=kept)
+
+
+def test_upper_layers_stay_on_the_gpu_where_the_host_is_too_small():
+    options = dict(gpus="1xH200", context="1M", host="64GB")
+    found = plan("llama32_1b", **options)
+    store = found.stack.store
+    assert found.fits and isinstance(store, tuple) and len(store) == 16 and store == tuple(sorted(store, reverse=True))
+    one_less = ("host",) * (store.count("host") + 1) + ("gpu",) * (store.count("gpu") - 1)
+    other = plan("llama32_1b", **options, stack=replace(found.stack, store=one_less))
+    assert other.shares["host memory"] > 1 >= found.shares["host memory"], "as few as it takes"
+    assert found.memory.host < other.memory.host and found.memory.peak > other.memory.peak
+    for alone in ("gpu", "host"):
+        other = plan("llama32_1b", **options, store=alone)
+        assert not other.fits or other.speed.seconds > found.speed.seconds
+    assert Stack(store=found.stack.words("store")) == Stack(store=store)
+    assert "pinned host memory; there is no room for the others" in "\n".join(describe(found))
+    longer = dict(gpus="1xH200", context="2M", host="128GB", advise=False)
+    assert plan("llama32_1b", **longer).fits and not plan("llama32_1b", **longer, store="host").fits
+
+
+def test_what_the_host_and_the_gpu_have_room_for_together():
+    """Too little for all attention outputs: both fields differ from layer to layer."""
+    options = dict(gpus="1xH200", context="1536K", host="128GB")
+    found = plan("llama32_1b", **options)
+    assert found.fits and isinstance(found.stack.recompute, tuple) and isinstance(found.stack.store, tuple)
+    assert found.speed.seconds < plan("llama32_1b", **options, store="host").speed.seconds
+
+
+def test_one_for_each_layer_is_one_for_each_layer():
+    with pytest.raises(
+        ValueError, match="no plan for llama32_1b: store='1 host [+] 2 gpu' names 3 layers, but the model has 16"
+    ):
+        plan("llama32_1b", gpus="1xH200", context="64K", store="1 host + 2 gpu")
+    with pytest.raises(ValueError, match="recompute='2 layer' names 2 layers"):
+        plan("llama32_1b", gpus="1xH200", context="64K", stack=Stack(recompute=("layer", "layer")))
 
 
 def test_what_is_given_stays():
@@ -92,7 +127,7 @@ def test_a_model_that_no_context_is_short_enough_for():
 
 
 def test_host_memory_that_is_short_is_named():
-    found = plan("llama3_8b", gpus="8xH100-80GB", context="5M", host="1.5TB")
+    found = plan("llama3_8b", gpus="8xH100-80GB", context="5M", host="1.1TB")
     assert not found.fits and found.peak < found.budget  # of those that do not fit, the nearest
     assert len(found.shortages) == 1 and found.shortages[0].startswith("host memory (1.4 TB pinned")
     need = next(line for line in found.advice if "of host memory a machine" in line).split(" of ")[0]

@@ -194,6 +194,14 @@ class Store(ABC):
             self._enter()
             self._settle(self._entry(handle))
 
+    def let_go(self) -> None:
+        """Settle all that was put, so that nothing on its way out is held on the device: for a caller who puts no more for long.
+        Otherwise the next puts push it out."""
+        with self._lock:
+            self._enter()
+            for entry in list(self._live.values()):
+                self._settle(entry)
+
     def reserve(self, total_bytes: int) -> None:
         """Check that a step which keeps `total_bytes` at once can work here; raise ValueError if not.
         Ranks that share a host or a disk share what is free: pass the bytes of all of them."""
@@ -338,6 +346,9 @@ class GpuStore(Store):
 
     def _settle(self, entry: Source) -> None:
         entry.own()
+
+    def let_go(self) -> None:
+        """Nothing is ever on its way out."""
 
     def _close(self) -> None:
         return None

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from ..stack import ATTENTION, ENGINES, RECOMPUTE, STORES, Stack, require
+from ..stack import ATTENTION, ENGINES, PER_LAYER, RECOMPUTE, STORES, Stack, require
 
 if TYPE_CHECKING:
     from ..verify.case import Case
@@ -57,13 +57,13 @@ def add_verify(verbs: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     group = parser.add_argument_group("stack", "the settings of ithaca.Stack")
-    choices = {"store": STORES, "engine": ENGINES, "attention": ATTENTION}
+    choices = {"recompute": RECOMPUTE, "store": STORES, "engine": ENGINES, "attention": ATTENTION}
     for field in fields(Stack):
         flag, default = "--" + field.name.replace("_", "-"), field.default
         if field.name == "shard_parameters":
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help="FSDP2 (default: on)")
-        elif field.name == "recompute":
-            text = f"{', '.join(RECOMPUTE)}, or one for each layer, separated by commas (default: {default})"
+        elif field.name in PER_LAYER:
+            text = f"{', '.join(choices[field.name])}, or one for each layer, separated by commas (default: {default})"
             group.add_argument(flag, type=_per_layer, default=default, help=text)
         elif field.name in choices:
             group.add_argument(flag, choices=choices[field.name], default=default, help=f"default: {default}")

@@ -79,16 +79,18 @@ class StreamedSource(TokenSource):
         super().__init__(call, inputs)
         self.pieces, self.near = pieces, near
         # what this layer alone needs waits here: on the device where that is affordable
-        self.waiting: Store = call.store.brief if near is None else near
+        self.waiting: Store = call.passing.brief if near is None else near
         self.out: list[Pieces] = []
         self.dout: list[Pieces] = []
         self.kept: list[Pieces] = []  # the attention output for backward
 
     def attended(self, stage: int, heads: list[int], value: Tensor) -> None:
-        parts = [value[:, :, piece] for piece in self.pieces]
-        self.out.append(self._put(self.waiting, parts))
-        if self.call.learn and self.call.recompute == "keep_attention":
-            self.kept.append(self.out[-1] if self.waiting is self.call.store else self._put(self.call.store, parts))
+        parts, kept = [value[:, :, piece] for piece in self.pieces], self.call.store
+        keeps = self.call.learn and self.call.recompute == "keep_attention"
+        here = keeps and kept.kind == "gpu"  # then there is nothing to wait elsewhere for
+        self.out.append(self._put(kept if here else self.waiting, parts))
+        if keeps:
+            self.kept.append(self.out[-1] if here or self.waiting is kept else self._put(kept, parts))
 
     def _put(self, store: Store, parts: list[Tensor]) -> Pieces:
         return Pieces([store.put([part]) for part in parts], self.pieces, self.near)
@@ -170,12 +172,12 @@ class StreamedLayer(torch.autograd.Function):
             source.out, lses = ctx.out, call.store.take(ctx.lses)
         else:
             lses, _ = call.attention.forward(source, dy, False)
-        dx = dy.detach() if call.store.kind != "gpu" else dy.detach().clone()
+        dx = dy.detach() if call.passing.kind != "gpu" else dy.detach().clone()
         routing = routing_grads[0] if routing_grads else None
         _after_backward(call, source, ctx.inputs, dx, routing)
         # while this layer attends, the layer below (its input, attention output and lse) comes nearer
-        order = ctx.order if call.below is call.store else sys.maxsize  # the last layer has a store of its own
-        call.below.ahead(order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
+        order = ctx.order if call.passing is call.store else sys.maxsize  # an upper layer with a store of its own
+        call.passing.ahead(order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
         call.attention.backward(source, dx, lses, [])
         source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None
@@ -197,10 +199,11 @@ def _near(call: LayerCall, x: Tensor) -> GpuStore | None:
     """Where pieces stay while their layer runs, None where they come from the store each time."""
     if not call.learn:  # an evaluation keeps nothing: its attention output waits on the device for the end of the layer
         return GpuStore(x.device)
-    if isinstance(call.store, GpuStore):
-        return call.store
-    hold = x.nbytes <= HOLD_BYTES if call.hold is None else call.hold
-    return GpuStore(x.device) if hold else None
+    if isinstance(call.passing, GpuStore):
+        return call.passing
+    if not (x.nbytes <= HOLD_BYTES if call.hold is None else call.hold):
+        return None
+    return call.store if isinstance(call.store, GpuStore) else GpuStore(x.device)
 
 
 def _pieces(call: LayerCall, length: int) -> list[slice]:

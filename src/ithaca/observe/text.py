@@ -127,8 +127,8 @@ def describe_stack(stack: Stack) -> str:
     parts = [f"{name} {value}" for name, value in named if value > 1]
     if stack.heads_per_stage is not None:
         parts.append(f"heads_per_stage {stack.heads_per_stage}")
-    parts.append(f"recompute {stack.recompute_words}")
-    parts += [f"store {stack.store}", "tile none" if stack.tile is None else f"tile {stack.tile}"]
+    parts += [f"{name} {stack.words(name)}" for name in ("recompute", "store")]
+    parts.append("tile none" if stack.tile is None else f"tile {stack.tile}")
     parts.append(f"engine {stack.engine}" if stack.engine != "auto" else f"engine {stack.engine_of(0)}")
     parts.append("FSDP2" if stack.shard_parameters else "parameters whole")
     return ", ".join(parts)

@@ -29,7 +29,7 @@ from ..attention.kernel import Calls
 from ..model import norm
 from ..model.families import FAMILIES
 from ..run import Run
-from ..stack import Stack
+from ..stack import PER_LAYER, Stack
 from .alike import LeftOut, left_out, local, state_bytes
 from .dry_store import DryGpuStore, DryStore
 from .memory import Memory
@@ -120,8 +120,8 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
     held = store.held_bytes if isinstance(store, DryStore) else 0
     return DryRun(
         {phase: dict(by) for phase, by in tracker.peaks.items()},
-        host=held if stack.store == "host" else 0,
-        disk=held if stack.store == "disk" else 0,
+        host=held if stack.far == "host" else 0,
+        disk=held if stack.far == "disk" else 0,
         lines={phase: dict(by) for phase, by in tracker.lines.items()},
         layers=depth,
         executed=depth - missing,
@@ -137,7 +137,8 @@ def _prepared(case: Case, config: Any, stack: Stack, tracker: LiveBytes) -> Run:
     ):
         run = parallelize.prepare(model, quiet, device=CPU, dtype=case.dtype)
     run.stack = stack
-    run.store = DryGpuStore(CPU, tracker) if stack.store == "gpu" else DryStore(CPU, stack.store)
+    run.near = DryGpuStore(CPU, tracker)
+    run.store = run.near if stack.far == "gpu" else DryStore(CPU, stack.far)
     run.kernels.chosen = {need: DryKernel(case.kernel) for need in run.kernels.chosen}  # pyright: ignore
     del model
     for parameter in run.model.parameters():
@@ -242,10 +243,10 @@ def shortened(config: Any, layers: int | None) -> Any:
 
 def shortened_stack(stack: Stack, layers: int) -> Stack:
     """Where layers differ in what they keep, each kind has its share of the slice."""
-    if isinstance(stack.recompute, str):
-        return stack
-    depth = len(stack.recompute)
-    return replace(stack, recompute=tuple(stack.recompute[index * depth // layers] for index in range(layers)))
+    whole = {name: getattr(stack, name) for name in PER_LAYER if isinstance(getattr(stack, name), tuple)}
+    return replace(
+        stack, **{name: tuple(each[i * len(each) // layers] for i in range(layers)) for name, each in whole.items()}
+    )
 
 
 @contextmanager

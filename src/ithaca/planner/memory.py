@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import lcm
 
 from ..attention.head_schedule import Stage, head_schedule
-from ..stack import Stack
+from ..stack import PER_LAYER, Stack
 from .model import ModelSizes
 from .workspace import attention_workspace
 
@@ -160,36 +160,62 @@ class _Walk:
         total = self.stored()
         return Memory(
             {phase: dict(by) for phase, by in self.found.items()},
-            host=total if self.stack.store == "host" else 0,
-            disk=total if self.stack.store == "disk" else 0,
+            host=total if self.stack.far == "host" else 0,
+            disk=total if self.stack.far == "disk" else 0,
         )
 
     def walked(self) -> list[int]:
         """The layers that tell: where all are alike, those in the middle hold what their neighbours do."""
         layers = self.m.layers
-        if isinstance(self.stack.recompute, tuple) or layers <= 4:
+        if layers <= 4 or any(isinstance(getattr(self.stack, name), tuple) for name in PER_LAYER):
             return list(range(layers))
         return [0, 1, layers - 2, layers - 1]
 
     def stored(self) -> int:
-        """What waits in the store at the end of forward; in backward a little of one layer passes through it too."""
-        kept = 0
+        """The most that waits in the store: what layers keep, and a little of the one that runs."""
+        kept = most = 0
         for index in range(self.m.layers):
-            kept += self.x
-            if self.stack.recompute_of(index) != "layer":
-                kept += self.attended + sum(self.lse(stage) for stage in self.schedule)
-        if self.stack.engine_of(0) == "streamed" and not self.holds:
-            # of one layer: the gradient of its attention output, and that output where it is not kept
-            again = any(self.stack.recompute_of(index) == "layer" for index in range(self.m.layers))
-            kept += (2 if again else 1) * self.attended
-        return kept
+            kept += self.kept_of(index) if self.offloads(index) else 0
+            passing = 0
+            if self.stack.engine_of(index) == "streamed" and not self.holds:
+                # in backward: the gradient of its attention output, and that output where it is computed again
+                passing = (2 if self.stack.recompute_of(index) == "layer" else 1) * self.attended
+                if not self.offloads(
+                    index
+                ):  # later: otherwise the store has by then given back what the layer kept in it
+                    passing = max(passing, self.parked)
+            most = max(most, kept + passing)
+        return most
+
+    @property
+    def parked(self) -> int:
+        """Sums of KV gradients that wait for the next stage, and the gradients of the output that the stages behind it need."""
+        most = 0
+        for t, stage in enumerate(self.schedule[:-1]):
+            if not any(self.schedule[t + 1].fresh):
+                behind = self.schedule[t + (3 if self.ahead else 2) :]
+                waiting = sum(self.head(self.heads(each, "all")) for each in behind)
+                most = max(most, 4 * self.head(self.heads(stage, "kv")) + waiting)
+        return most
 
     @property
     def holds(self) -> bool:
         """Whether what a streamed layer reads again stays on the device."""
-        if self.stack.store == "gpu":
+        if self.stack.far == "gpu":
             return True
         return self.x <= HOLD_BYTES if self.stack.hold is None else self.stack.hold
+
+    def offloads(self, index: int) -> bool:
+        """Whether what a layer keeps leaves the device."""
+        return self.stack.store_of(index) != "gpu"
+
+    def kept_of(self, index: int) -> int:
+        """What a layer keeps, wherever that is."""
+        recompute = self.stack.recompute_of(index)
+        if recompute == "layer":
+            return self.x
+        kept = self.x + self.attended + sum(self.lse(stage) for stage in self.schedule)
+        return kept + self.graph_bytes() if recompute == "none" else kept
 
     def gathered(self, backward: bool) -> dict[str, int]:
         """FSDP2: the weights of this layer, and of the one before or after it."""
@@ -202,24 +228,22 @@ class _Walk:
 
     def kept_below(self, index: int) -> int:
         """Bytes on the device that the layers below this one keep."""
-        if self.stack.store != "gpu":
-            return 0
-        lses = sum(self.lse(stage) for stage in self.schedule)
-        graph = self.graph_bytes()
-        kept = {"layer": self.x, "keep_attention": self.x + self.attended + lses}
-        kept["none"] = kept["keep_attention"] + graph
-        return sum(kept[self.stack.recompute_of(each)] for each in range(index))
+        return sum(self.kept_of(each) for each in range(index) if not self.offloads(each))
 
     def forward(self, index: int) -> None:
         self.kept = self.kept_below(index)
         streamed = self.stack.engine_of(index) == "streamed"
-        recompute, offloads = self.stack.recompute_of(index), self.stack.store != "gpu"
+        recompute, offloads = self.stack.recompute_of(index), self.offloads(index)
         here = {"residual": self.x, **self.gathered(False)}
+        if index and offloads != self.offloads(index - 1):
+            self.flight = _Flight()  # the store was told to let go
         if streamed and offloads:
             self.put_pieces(self.x, copied=self.rows > 1)
         lses, outs = 0, 0 if streamed else self.attended
         handed: Stage | None = None  # the stage whose output is still on its way home
-        keeps = streamed and offloads and (recompute == "keep_attention" or not self.holds)
+        # what stages leave for the layer's second half stays here, or goes to the store, or both
+        stays = streamed and (self.holds or (not offloads and recompute == "keep_attention"))
+        puts = streamed and ((offloads and recompute == "keep_attention") or not stays)
         for t, stage in enumerate(self.schedule):
             lses += self.lse(stage)
             q, mine = self.head(self.heads(stage, "all")), self.head(self.heads(stage, "mine"))
@@ -229,21 +253,21 @@ class _Walk:
                 self.moment("forward", held, self.buffers(t, "bring"), self.project_tile(stage))
             self.moment("forward", held, self.buffers(t, "attend"), self.attend(stage), {"exchange": leaving})
             if handed is not None:
-                outs += self.hand_over(handed, streamed, keeps)
+                outs += self.hand_over(handed, stays, puts)
             held["kept"] = outs + self.flight.bytes
             home = (q if self.ranks > 1 else 0) + (mine if self.parts(len(stage.queries[0])) > 1 else 0)
             self.moment("forward", held, self.buffers(t, "attend"), {"attention": mine, "exchange": home})
             handed = stage
             if not self.ahead:
-                outs += self.hand_over(stage, streamed, keeps)
+                outs += self.hand_over(stage, stays, puts)
                 handed = None
         if handed is not None:
-            outs += self.hand_over(handed, streamed, keeps)
+            outs += self.hand_over(handed, stays, puts)
         self.kept += self.graph_bytes() if recompute == "none" else 0
         attended = {"kept": outs + self.flight.bytes, "attention": lses}
         piece = self.rows * self.piece * self.m.heads * self.m.head_dim * HALF
         if streamed:
-            attended["kept"] += piece if self.holds else piece + 2 * piece // max(len(self.schedule), 1)
+            attended["kept"] += piece if stays else piece + 2 * piece // max(len(self.schedule), 1)
         result = 0 if streamed and offloads else self.x
         graph = recompute == "none" and self.stack.tile is None  # counted as kept
         tile = 0 if graph else self.after_tile(False)
@@ -253,14 +277,12 @@ class _Walk:
         if offloads and not streamed:
             self.flight.put(self.x + (0 if recompute == "layer" else self.attended + lses), True)
 
-    def hand_over(self, stage: Stage, streamed: bool, keeps: bool) -> int:
+    def hand_over(self, stage: Stage, stays: bool, puts: bool) -> int:
         """The output of a stage goes to the layer. -> bytes that stay on the device for the layer's second half"""
-        if not streamed:
-            return 0
         q = self.head(self.heads(stage, "all"))
-        if keeps:
+        if puts:
             self.put_pieces(q, copied=self.heads(stage, "all") * self.rows > 1)
-        return q if self.holds else 0
+        return q if stays else 0
 
     def attend(self, stage: Stage) -> dict[str, int]:
         """What a kernel makes in forward; around a ring partial results are merged in fp32."""
@@ -351,7 +373,7 @@ class _Walk:
 
     def backward(self, index: int) -> None:
         m, stack = self.m, self.stack
-        streamed, offloads = stack.engine_of(index) == "streamed", stack.store != "gpu"
+        streamed, offloads = stack.engine_of(index) == "streamed", self.offloads(index)
         recompute = stack.recompute_of(index)
         last = index == m.layers - 1
         self.flight = _Flight()
@@ -361,6 +383,9 @@ class _Walk:
         here: Counter[str] = Counter({"gradients": (above + head) // self.shards * size, **self.gathered(True)})
         if stack.shard_parameters:
             here["fsdp"] += FULL * (head if last else self.layer_trained)
+            if index == 0 and not m.tied and not self.job.lora and self.shards > 1:
+                # no layer follows, so the embedding is gathered ahead
+                here["fsdp"] += HALF * (m.embedding_weights - m.layer_weights)
             if self.job.lora and not m.tied and self.shards > 1:
                 # a frozen head has no backward after which it would be given back; nor is a layer gathered ahead
                 here["fsdp"] += HALF * (m.embedding_weights - m.layer_weights)
@@ -370,17 +395,18 @@ class _Walk:
         self.kept = self.kept_below(index + 1)
         x = self.x
         if streamed:
-            here["residual"] += x if offloads else 2 * x
+            here["residual"] += x if stack.far != "gpu" else 2 * x
             here["kept"] += lses if offloads else 0
             if offloads and self.holds:
                 here["kept"] += x
-            inputs = 0 if self.holds else 3 * self.rows * self.piece * m.hidden * HALF
+            inputs = 0 if self.holds or not offloads else 3 * self.rows * self.piece * m.hidden * HALF
         else:
             here["residual"] += 2 * x + self.attended  # dy, dx and the gradient of the attention output
             if offloads:
                 here["kept"] += x + (0 if recompute == "layer" else self.attended + lses)
-                if index:  # the layer below is on its way
-                    here["kept"] += x + (0 if stack.recompute_of(index - 1) == "layer" else self.attended + lses)
+                below = next((each for each in reversed(range(index)) if self.offloads(each)), None)
+                if below is not None:  # on its way
+                    here["kept"] += self.kept_of(below)
             if recompute == "layer":
                 here["kept"] += self.attended
             inputs = 0
@@ -393,10 +419,11 @@ class _Walk:
         graph = recompute == "none" and stack.tile is None
         tile = max(mlp + (2 * self.bs * m.intermediate * HALF if graph else self.after_tile(True)), trained * HALF)
         waiting = 0
+        beside = offloads or recompute == "layer"  # the attention output is not among what was kept here
         if streamed and self.holds:  # output, and its gradient but for the piece at hand
-            waiting = (2 if offloads else 1) * self.attended - piece // 2
+            waiting = (2 if beside else 1) * self.attended - piece // 2
         self.moment("backward", here, {"kept": inputs + piece + waiting, "tile": before + tile})
-        self.attend_backward(here, sums, inputs, streamed, recompute)
+        self.attend_backward(here, sums, inputs, streamed, beside, recompute)
         # gradients of the layer on their way to their shards
         layer = self.layer_trained
         if stack.shard_parameters:
@@ -417,8 +444,10 @@ class _Walk:
         self.kept = 0
         self.moment("backward", {"residual": self.x, "gradients": grads + HALF * table, "fsdp": moving})
 
-    def attend_backward(self, here: Counter[str], sums: int, inputs: int, streamed: bool, recompute: str) -> None:
-        m, offloads = self.m, self.stack.store != "gpu"
+    def attend_backward(
+        self, here: Counter[str], sums: int, inputs: int, streamed: bool, beside: bool, recompute: str
+    ) -> None:
+        m = self.m
         accumulator = self.x if streamed else 2 * self.x
         qkv = 0 if self.job.lora else (m.heads + 2 * m.kv_heads) * m.head_dim * m.hidden
         wide = qkv * (FULL if len(self.schedule) > 1 else HALF)
@@ -436,10 +465,12 @@ class _Walk:
             delivered = t >= (2 if self.ahead else 1)  # whether an earlier stage's gradients have reached the layer
             done["tile"] += sums + (wide if delivered else 0)
             done["residual"] += accumulator if delivered else 0
+            later = self.schedule[t + (2 if self.ahead else 1) :]
+            waiting = sum(self.head(self.heads(each, "all")) for each in later)
             if streamed and self.holds:  # output and gradient of the stages to come
-                later = self.schedule[t + (2 if self.ahead else 1) :]
-                waiting = sum(self.head(self.heads(each, "all")) for each in later)
-                done["kept"] += (2 if offloads else 1) * waiting
+                done["kept"] += (2 if beside else 1) * waiting
+            if streamed and not beside:  # what was kept here of the stages that were
+                done["kept"] -= self.attended - waiting
             shape = (self.rows, len(stage.queries[0]), self.tokens * self.ranks, m.head_dim)
             inside = attention_workspace(self.job.kernel, "backward", shape, max(len(stage.kv[0]), 1))
             inside //= 1 if self.stack.ring == 1 else 2  # a ring attends in halves
@@ -481,7 +512,10 @@ class _Walk:
                 done["residual"] += accumulator
             home = q + 2 * kv if self.ranks > 1 or graph else mine
             live = bufs if self.ahead or self.ranks == 1 else {}
-            self.moment("backward", done, live, {"exchange": home, "tile": tile, "kept": inputs})
+            leaving = 0  # gradients of this stage, on their way home while the layer takes those of the stage before
+            if self.ahead and t > 0:
+                leaving = mine + (2 * kv if any(stage.done) else 0)
+            self.moment("backward", done, live, {"exchange": home, "attention": leaving, "tile": tile, "kept": inputs})
 
 
 class _Flight:

@@ -3,21 +3,23 @@
     plan("llama3_8b", gpus="8xH100-80GB", context="1M")
 
 Every combination of the stack's fields that can work is timed by arithmetic (speed.py), and in that order asked for its memory
-(memory.py) until one fits the GPU, the host and the disk. Where the winner has no room to keep the attention output of every
-layer, it keeps that of as many as there is room for. Fields that are given stay as they are.
+(memory.py) until one fits the GPU, the host and the disk. Where only the host or the disk is too small, upper layers keep theirs on
+the GPU, as many as it takes. Where the winner has no room to keep the attention output of every layer, it keeps that of as many as
+there is room for. Fields that are given stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import ceil
 from typing import Any
 
 from ..config.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
-from ..stack import Stack
+from ..stack import PER_LAYER, Stack, require
 from .candidates import candidates
 from .hardware import Hardware, parse_gpus
-from .memory import Job, Memory, predict
+from .memory import HALF, Job, Memory, predict
 from .model import ModelSizes, read_sizes
 from .speed import Speed, estimate
 
@@ -155,12 +157,16 @@ def plan(
     unknown = [name for name in pinned if name not in {each.name for each in fields(Stack)}]
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: no such field of Stack")
+    given = stack or Stack(**{name: value for name, value in pinned.items() if name in PER_LAYER})
+    require(given.layer_violations(sizes.layers), f"no plan for {sizes.name}")
     hardware = replace(
         hardware,
         host=parse_bytes(host) if isinstance(host, str) else host if host is not None else hardware.host,
         disk=parse_bytes(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
     )
-    asked = _Asked(sizes, hardware, tokens, rows, optimizer, lora, kernel or hardware.gpu.kernel)
+    asked = _Asked(
+        sizes, hardware, tokens, rows, optimizer, lora, kernel or hardware.gpu.kernel, may_mix="store" not in pinned
+    )
     if stack is not None:
         return asked.look(stack)
     stacks = list(candidates(sizes, hardware, tokens, rows, pinned))
@@ -209,6 +215,7 @@ class _Asked:
     optimizer: str
     lora: int
     kernel: str
+    may_mix: bool = True  # layers may have different stores
 
     def job(self, stack: Stack) -> Job:
         kernel = self.kernel if stack.attention == "auto" else stack.attention
@@ -232,6 +239,28 @@ class _Asked:
         found.fits = not found.excess
         return found
 
+    def fit(self, stack: Stack) -> Plan:
+        """Like `look`; where only the host or the disk is too small, upper layers keep theirs on the GPU, as few as it takes.
+
+        The upper ones: backward reaches them first, so that the GPU has their room again for the rest of it.
+        """
+        found = tried = self.look(stack)
+        layers, on_gpu = self.model.layers, 0
+        if found.fits or found.shares["GPU memory"] > 1 or stack.far == "gpu" or not self.may_mix:
+            return found
+        wide = self.model.hidden
+        if stack.recompute_of(layers - 1) != "layer":
+            wide += self.model.heads * self.model.head_dim
+        kept = self.context * self.rows // self.hardware.count * wide * HALF  # of one of the upper layers
+        while not tried.fits:
+            share = max(share for name, share in tried.shares.items() if name != "GPU memory")
+            too_much = (tried.memory.host or tried.memory.disk) * (1 - 1 / share)
+            on_gpu += ceil(too_much / kept)
+            if share <= 1 or on_gpu >= layers or on_gpu * kept > found.budget - found.peak:
+                return found
+            tried = self.look(replace(stack, store=(stack.far,) * (layers - on_gpu) + ("gpu",) * on_gpu))
+        return tried
+
     def search(self, stacks: list[Stack]) -> Plan:
         """The fastest that fits, or else the one that comes nearest."""
         leanest = self.look(stacks[-1])  # they are listed so that the last one asks least of the GPU, or nearly so
@@ -240,7 +269,7 @@ class _Asked:
         timed = sorted(stacks, key=lambda stack: estimate(self.job(stack), self.hardware).seconds)
         least: Plan | None = None
         for stack in timed:
-            found = self.look(stack)
+            found = self.fit(stack)
             if found.fits:
                 return found
             if least is None or found.excess < least.excess:
@@ -261,7 +290,7 @@ class _Asked:
             while found.fits and high - low > 1:
                 middle = (low + high) // 2
                 mixed = ("layer",) * (layers - middle) + ("keep_attention",) * middle
-                tried = self.look(replace(found.stack, recompute=mixed))
+                tried = self.fit(replace(found.stack, recompute=mixed, store=store))
                 if tried.fits:
                     low = middle
                     if tried.speed.seconds < best.speed.seconds:
@@ -277,8 +306,7 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[st
     found = []
 
     def because(name: str, why: str) -> None:
-        value = stack.recompute_words if name == "recompute" else getattr(stack, name)
-        found.append((name, value, "given" if name in pinned else why))
+        found.append((name, stack.words(name), "given" if name in pinned else why))
 
     if stack.ulysses > 1 or "ulysses" in pinned:
         because(
@@ -297,12 +325,12 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[st
         keeps = sum(each == "keep_attention" for each in stack.recompute)
         because("recompute", f"there is room for the attention outputs of {keeps} layers; the others attend once more")
     room = format_bytes(best.memory.host or best.memory.disk)
-    because(
-        "store",
-        "kept activations fit on the GPU" if stack.store == "gpu" else
-        f"{room} of kept activations a GPU wait in pinned host memory" if stack.store == "host" else
-        f"{room} of kept activations a GPU wait on disk: host memory is too small",
-    )  # fmt: skip
+    why = {
+        "gpu": "kept activations fit on the GPU",
+        "host": f"{room} of kept activations a GPU wait in pinned host memory",
+        "disk": f"{room} of kept activations a GPU wait on disk: host memory is too small",
+    }[stack.far]
+    because("store", why + ("; there is no room for the others" if isinstance(stack.store, tuple) else ""))
     if stack.tile is not None or "tile" in pinned:
         because("tile", "the longest tiles that fit: norms, MLP and loss hold one tile at a time")
     if stack.heads_per_stage is not None or "heads_per_stage" in pinned:

@@ -36,10 +36,9 @@ def gpu_shortage(planned: Plan | None, used: int, form: str = TRAIN) -> str:
 
 def host_shortage(planned: Plan | None, cause: str) -> str:
     """Pinned memory ran out; `cause` says where."""
-    if planned is None or planned.stack.store == "gpu":
+    if planned is None or planned.stack.far == "gpu":
         return cause
-    scarce = "host" if planned.stack.store == "host" else "disk"
-    hardware = replace(planned.hardware, **{scarce: int(LESS * _stored(planned))})
+    hardware = replace(planned.hardware, **{planned.stack.far: int(LESS * _stored(planned))})
     return f"{cause}.\n  {_instead(planned, _fastest(planned, hardware))}"
 
 
@@ -61,8 +60,7 @@ def _instead(planned: Plan, other: Plan, form: str = TRAIN) -> str:
         return "nothing smaller would fit these GPUs; what would: " + "; ".join(other.advice)
     before = asdict(planned.stack)
     changed = {name: value for name, value in asdict(other.stack).items() if value != before[name]}
-    if "recompute" in changed and isinstance(other.stack.recompute, tuple):
-        changed["recompute"] = f'"{other.stack.recompute_words}"'
+    changed |= {name: f'"{other.stack.words(name)}"' for name in changed if isinstance(changed[name], tuple)}
     words = " ".join(form.format(name, _written(value)) for name, value in changed.items())
     slower = other.speed.seconds / planned.speed.seconds - 1
     return f"try: {words} ({format_bytes(other.allocated)} predicted, {max(slower, 0):.0%} slower)"

@@ -55,7 +55,6 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     rows = max(1, job.rows // groups)
     tokens = rows * job.context / ranks
     layers = range(m.layers)
-    again = sum(stack.recompute_of(i) == "layer" for i in layers)
     none = sum(stack.recompute_of(i) == "none" and stack.tile is None for i in layers)
     forward, backward = _rates(job.kernel, m.head_dim, gpu.kernel)
     pairs = [visible_pairs(job.context, window) for window in m.windows]
@@ -75,13 +74,16 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     compute = attention + matmul + other
     parts = {"attention": attention, "matmul": matmul, "other": other, "pcie": 0.0, "disk": 0.0, "links": 0.0}
     x, attended = tokens * m.hidden * HALF, tokens * m.heads * m.head_dim * HALF
-    if stack.store != "gpu":
-        kept = m.layers * x + (m.layers - again) * attended
+    if stack.far != "gpu":
+        away = [i for i in layers if stack.store_of(i) != "gpu"]
+        kept = len(away) * x + sum(stack.recompute_of(i) != "layer" for i in away) * attended
         holds = x <= HOLD_BYTES if stack.hold is None else stack.hold
         stages = _stages(job)
-        read = kept if holds or stack.engine == "composed" else m.layers * (x * (2 + 2 * stages) + 4 * attended)
+        read = kept if holds or stack.engine == "composed" else len(away) * (x * (2 + 2 * stages) + 4 * attended)
+        if not holds and stack.engine != "composed":  # the other layers' gradients of attention pass through it
+            read += (m.layers - len(away)) * 2 * attended
         parts["pcie"] = WAITED[holds] * read / gpu.pcie + max(0.0, (kept + read) / gpu.pcie - compute)
-        if stack.store == "disk":
+        if stack.far == "disk":
             parts["disk"] = max(0.0, 2 * kept * hardware.ranks_per_node / hardware.disk_rate - compute)
     parts["links"] = _links(job, hardware, tokens, compute)
     return Speed(parts, rows * job.context / ranks / sum(parts.values()))

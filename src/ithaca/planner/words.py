@@ -104,7 +104,7 @@ def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
 
 
 def _field(stack: Stack, name: str) -> str:
-    return stack.recompute_words if name == "recompute" else _value(getattr(stack, name))
+    return _value(stack.words(name))
 
 
 def _value(value: Any) -> str:

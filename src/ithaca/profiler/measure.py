@@ -182,7 +182,7 @@ def _count(step: Steps, device: torch.device) -> Journal:
             tell_gradients(run, journal, names)
         journal.begin(phase)
 
-    with journal.watching(), told_by_module(run, journal, names), loss_phase(run, journal), _kept(run.store, journal):
+    with journal.watching(), told_by_module(run, journal, names), loss_phase(run, journal), _kept(run.near, journal):
         journal.begin("load")
         step(begin)
     if device.type == "cuda":
@@ -192,11 +192,8 @@ def _count(step: Steps, device: torch.device) -> Journal:
 
 
 @contextmanager
-def _kept(store: Any, journal: Journal) -> Iterator[None]:
+def _kept(store: GpuStore, journal: Journal) -> Iterator[None]:
     """A store on the device keeps references: what it holds is no longer part of what made it."""
-    if not isinstance(store, GpuStore):
-        yield
-        return
     keep = store._keep
 
     def labelled(tensors: list[Tensor]) -> Any:

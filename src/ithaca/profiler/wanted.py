@@ -12,7 +12,7 @@ from ..planner.config import hf_config
 from ..planner.dry_run import Case, shortened_stack
 from ..planner.model import sliced
 from ..planner.search import OPTIMIZERS, Plan, plan
-from ..stack import Stack
+from ..stack import PER_LAYER, Stack
 
 ROOM = 0.7  # of the memory that is available, for what runs on a CPU
 
@@ -58,8 +58,7 @@ class Wanted:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Wanted:
         stack = dict(given["stack"])
-        if isinstance(stack["recompute"], list):
-            stack["recompute"] = tuple(stack["recompute"])
+        stack |= {name: tuple(stack[name]) for name in PER_LAYER if isinstance(stack[name], list)}
         return cls(**{**given, "stack": Stack(**stack)})
 
 
