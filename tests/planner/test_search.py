@@ -98,9 +98,7 @@ def test_what_the_host_and_the_gpu_have_room_for_together():
 
 
 def test_one_for_each_layer_is_one_for_each_layer():
-    with pytest.raises(
-        ValueError, match=r"store='1 host [+] 2 gpu' names 3 layers, but the model has 16"
-    ):
+    with pytest.raises(ValueError, match=r"store='1 host [+] 2 gpu' names 3 layers, but the model has 16"):
         plan("llama32_1b", gpus="1xH200", context="64K", store="1 host + 2 gpu")
     with pytest.raises(ValueError, match="recompute='2 layer' names 2 layers"):
         plan("llama32_1b", gpus="1xH200", context="64K", stack=Stack(recompute=("layer", "layer")))
