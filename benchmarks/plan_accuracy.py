@@ -35,7 +35,8 @@ from ithaca.config.schema import Lora
 from ithaca.planner.config import hf_config
 from ithaca.planner.dry_run import Case, dry_run
 from ithaca.planner.hardware import parse_gpus
-from ithaca.planner.memory import Job, Memory, predict
+from ithaca.planner.job import Job, Memory
+from ithaca.planner.memory import predict
 from ithaca.planner.model import read_sizes
 from ithaca.planner.search import WORKSPACE
 from ithaca.planner.speed import estimate

@@ -14,7 +14,7 @@ from ithaca.config.schema import Lora
 from ithaca.planner.alike import left_out
 from ithaca.planner.confirm import confirmed
 from ithaca.planner.dry_run import Case, dry_run
-from ithaca.planner.memory import Memory
+from ithaca.planner.job import Memory
 from ithaca.planner.search import plan
 from ithaca.stack import Stack
 

@@ -15,11 +15,13 @@ from ithaca.attention import stages
 from ithaca.config.schema import Lora
 from ithaca.layer import call, streamed
 from ithaca.model import rope
-from ithaca.planner import memory
+from ithaca.planner import job
 from ithaca.planner.config import hf_config
 from ithaca.planner.dry_run import Case, dry_run
-from ithaca.planner.memory import Job, predict
+from ithaca.planner.job import Job
+from ithaca.planner.memory import predict
 from ithaca.planner.model import PRESETS, ModelSizes, read_sizes, sizes_of
+from ithaca.planner.sizes import Sizes
 from ithaca.sequence import Layout
 from ithaca.stack import Stack
 
@@ -81,13 +83,13 @@ def test_nothing_recomputed_and_hardly_a_vocabulary(hidden: int, heads: int, row
 def test_tokens_of_a_rank_are_those_of_the_code(ulysses: int, ring: int):
     stack = Stack(ulysses=ulysses, ring=ring)
     job = Job(read_sizes("llama32_1b"), stack, 100_003, ulysses * ring)
-    assert memory._Walk(job).tokens == Layout(100_003, ulysses, ring).local
+    assert Sizes(job).tokens == Layout(100_003, ulysses, ring).local
 
 
 def test_constants_are_those_of_the_code():
-    assert memory.PROJECTION_TILES == call.PROJECTION_TILES and memory.TILES_PER_PIECE == streamed.TILES_PER_PIECE
-    assert memory.HOLD_BYTES == streamed.HOLD_BYTES and memory.OVERLAP_BYTES == stages.OVERLAP_BYTES
-    assert memory.IN_FLIGHT == store.IN_FLIGHT and memory.TABLE_BYTES == rope.TABLE_BYTES
+    assert job.PROJECTION_TILES == call.PROJECTION_TILES and job.TILES_PER_PIECE == streamed.TILES_PER_PIECE
+    assert job.HOLD_BYTES == streamed.HOLD_BYTES and job.OVERLAP_BYTES == stages.OVERLAP_BYTES
+    assert job.IN_FLIGHT == store.IN_FLIGHT and job.TABLE_BYTES == rope.TABLE_BYTES
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -13,7 +13,8 @@ import ithaca
 from ithaca.cli.main import main
 from ithaca.planner.candidates import candidates
 from ithaca.planner.hardware import GPUS, parse_gpus
-from ithaca.planner.memory import Job, predict
+from ithaca.planner.job import Job
+from ithaca.planner.memory import predict
 from ithaca.planner.search import NEARLY, _Asked, max_context, plan
 from ithaca.planner.speed import estimate
 from ithaca.planner.words import describe

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..config.sizes import format_tokens
-from .memory import Memory
+from .job import Memory
 from .search import CONTEXT_STEP, Plan
 
 

@@ -32,7 +32,7 @@ from ..run import Run
 from ..stack import PER_LAYER, Stack
 from .alike import LeftOut, left_out, local, state_bytes
 from .dry_store import DryGpuStore, DryStore
-from .memory import Memory
+from .job import Memory
 from .tracker import LiveBytes
 from .workspace import attention_workspace
 

@@ -19,7 +19,8 @@ from ..config.sizes import format_bytes, format_tokens, parse_bytes, parse_token
 from ..stack import PER_LAYER, Stack, require
 from .candidates import candidates
 from .hardware import Hardware, parse_gpus
-from .memory import HALF, Job, Memory, predict
+from .job import HALF, Job, Memory
+from .memory import predict
 from .model import ModelSizes, read_sizes
 from .speed import Speed, estimate
 

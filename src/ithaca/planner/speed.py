@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..observe.flops import visible_pairs
 from .hardware import Hardware
-from .memory import HALF, HOLD_BYTES, PROJECTION_TILES, Job
+from .job import HALF, HOLD_BYTES, PROJECTION_TILES, Job
 
 # (kernel, head size up to) -> share of the peak, forward and backward
 RATES = {
