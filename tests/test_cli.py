@@ -113,7 +113,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], ["required: VERB"]),
         (["dance"], ["invalid choice: 'dance'"]),
         (["verify", "--fast"], ["unrecognized arguments: --fast"]),
-        (["verify", "llama3", "--store", "tape"], ["invalid choice: 'tape'", "host"]),
+        (["verify", "llama3", "--store", "tape"], ["store='tape' is unknown", "'host'"]),
         (["verify", "llama3", "--tile", "many"], ["'many' is neither a whole number nor 'none'"]),
         (["verify", "llama3", "--world", "two"], ["--world", "invalid int value: 'two'"]),
         (["verify"], ["no model given", "llama3", "--matrix"]),

@@ -252,7 +252,7 @@ class _Asked:
         wide = self.model.hidden
         if stack.recompute_of(layers - 1) != "layer":
             wide += self.model.heads * self.model.head_dim
-        kept = self.context * self.rows // self.hardware.count * wide * HALF  # of one of the upper layers
+        kept = self.context * self.rows / self.hardware.count * wide * HALF  # of one of the upper layers
         while not tried.fits:
             share = max(share for name, share in tried.shares.items() if name != "GPU memory")
             too_much = (tried.memory.host or tried.memory.disk) * (1 - 1 / share)
