@@ -200,7 +200,10 @@ def alst(case: Case) -> Work:
 def ours(case: Case, stack: ithaca.Stack) -> Work:
     run = ithaca.prepare(case.model(), stack, device=case.device)
     batch = run.shard(case.tokens())
-    held = lambda: run.store.held_bytes if stack.far == "host" else 0  # noqa: E731
+
+    def held() -> int:
+        return run.store.held_bytes if stack.far == "host" else 0
+
     return Work(run.model, lambda: run.loss(batch), held=held, details=in_words(stack))
 
 

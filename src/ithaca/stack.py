@@ -76,6 +76,11 @@ class Stack:
         """The store outside of the GPU that the run has; "gpu" if none."""
         return next((each for each in self._stores if each != "gpu"), "gpu")
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers are asked for the same."""
+        return not any(isinstance(getattr(self, name), tuple) for name in PER_LAYER)
+
     def engine_of(self, layer: int) -> str:
         if self.engine != "auto":
             return self.engine

@@ -119,5 +119,5 @@ def test_one_recompute_for_each_layer_of_the_model():
 
     from .tiny import tiny
 
-    with pytest.raises(ValueError, match="names 3 layers, but the model has 2"):
+    with pytest.raises(ValueError, match="recompute='3 layer' names 3 layers, but the model has 2"):
         ithaca.prepare(tiny(), Stack(recompute=("layer", "layer", "layer"), shard_parameters=False))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..activations.store import IN_FLIGHT
 from ..run import Run
-from ..stack import PER_LAYER, Stack
+from ..stack import Stack
 from .dry_store import DryStore
 from .tracker import LiveBytes
 
@@ -29,9 +29,8 @@ def left_out(layers: int, stack: Stack, layer_input: int) -> int:
     Where recompute or store differ from layer to layer, they are not alike. Nor are they where what a few layers put into a store
     is still on its way out when the last one begins: then more layers have more on its way. Such runs are short, and are run whole.
     """
-    same = not any(isinstance(getattr(stack, name), tuple) for name in PER_LAYER)
-    soon_out = stack.far == "gpu" or RUN * layer_input >= 2 * IN_FLIGHT
-    return max(0, layers - RUN) if same and soon_out else 0
+    alike = stack.uniform and (stack.far == "gpu" or RUN * layer_input >= 2 * IN_FLIGHT)
+    return max(0, layers - RUN) if alike else 0
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -24,11 +24,9 @@ def backward(w: Walk, index: int) -> None:
     here: Counter[str] = Counter({"gradients": (above + head) // w.shards * size, **w.gathered()})
     if stack.shard_parameters:
         here["fsdp"] += FULL * (head if last else w.layer_trained)
-        if index == 0 and not m.tied and not w.job.lora and w.shards > 1:
-            # no layer follows, so the embedding is gathered ahead
-            here["fsdp"] += HALF * (m.embedding_weights - m.layer_weights)
-        if w.job.lora and not m.tied and w.shards > 1:
-            # a frozen head has no backward after which it would be given back; nor is a layer gathered ahead
+        if (w.job.lora or index == 0) and not m.tied and w.shards > 1:
+            # not the layer below is there beside this one, but a table: the embedding, gathered ahead of its turn, or a frozen
+            # head, which has no backward after which it would be given back
             here["fsdp"] += HALF * (m.embedding_weights - m.layer_weights)
     if m.tied and not w.job.lora:
         here["gradients"] += HALF * m.embedding_weights  # of the head, until the embedding's joins it
@@ -44,7 +42,7 @@ def backward(w: Walk, index: int) -> None:
     else:
         here["residual"] += 2 * x + w.attended  # dy, dx and the gradient of the attention output
         if offloads:
-            here["kept"] += x + (0 if recompute == "layer" else w.attended + lses)
+            here["kept"] += w.kept_of(index)
             below = next((each for each in reversed(range(index)) if w.offloads(each)), None)
             if below is not None:  # on its way
                 here["kept"] += w.kept_of(below)

@@ -56,7 +56,7 @@ def forward(w: Walk, index: int) -> None:
     if streamed and not w.holds:
         w.land()  # the second half has read it all back
     if offloads and not streamed:
-        w.flight.put(w.x + (0 if recompute == "layer" else w.attended + lses), True)
+        w.flight.put(w.kept_of(index), True)
 
 
 def _hand_over(w: Walk, stage: Stage, stays: bool, puts: bool) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import lcm
 
 from ..attention.head_schedule import Stage, head_schedule
-from ..stack import PER_LAYER
 from .job import FULL, HALF, HOLD_BYTES, OVERLAP_BYTES, PROJECTION_TILES, TABLE_BYTES, TILES_PER_PIECE, Job
 
 
@@ -87,7 +86,7 @@ class Sizes:
     def walked(self) -> list[int]:
         """The layers that tell: where all are alike, those in the middle hold what their neighbours do."""
         layers = self.m.layers
-        if layers <= 4 or any(isinstance(getattr(self.stack, name), tuple) for name in PER_LAYER):
+        if layers <= 4 or not self.stack.uniform:
             return list(range(layers))
         return [0, 1, layers - 2, layers - 1]
 
@@ -139,9 +138,8 @@ class Sizes:
             if self.stack.engine_of(index) == "streamed" and not self.holds:
                 # in backward: the gradient of its attention output, and that output where it is computed again
                 passing = (2 if self.stack.recompute_of(index) == "layer" else 1) * self.attended
-                if not self.offloads(
-                    index
-                ):  # later: otherwise the store has by then given back what the layer kept in it
+                if not self.offloads(index):
+                    # later; of a layer that does, the store has by then given back much of what it kept
                     passing = max(passing, self.parked)
             most = max(most, kept + passing)
         return most
@@ -164,9 +162,8 @@ class Sizes:
         stage = self.schedule[t]
         q, k = self.head(self.heads(stage, "all")), self.head(self.heads(stage, "fresh"))
         mine, kv = self.head(self.heads(stage, "mine")), self.head(self.heads(stage, "kv"))
-        keeps = when == "kept"
         own, shared = self.parts(len(stage.queries[0])), self.parts(len(stage.kv[0]))
-        if keeps:
+        if when == "kept":
             return {"attention": mine + 2 * kv}
         if self.ranks == 1:
             return {"exchange": q + 2 * kv, "attention": own * mine + 2 * shared * kv}
