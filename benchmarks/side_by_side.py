@@ -438,7 +438,7 @@ def main() -> None:
     if options.case:
         run_case(options)
         return
-    recipes = options.recipes.split(",") if options.recipes else applicable(options)
+    recipes = applicable(options) if options.recipes is None else [each for each in options.recipes.split(",") if each]
     recipes += [f"ithaca:{text}" for text in options.stack]
     check(recipes, options)
     base = free_name(options)
@@ -520,7 +520,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=lambda text: [size(part) for part in text.split(",")], default="8K,16K,32K,64K"
     )
-    parser.add_argument("--recipes", help="names, comma between them; default: all that apply")
+    parser.add_argument(
+        "--recipes", help="names, comma between them; default: all that apply; '': only those of --stack"
+    )
     parser.add_argument(
         "--stack", action="append", default=[], help="one more row of ithaca: recompute=layer,tile=8192,..."
     )
