@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from ithaca.activations.store import IN_FLIGHT
 from ithaca.cli.main import main
 from ithaca.config.schema import Lora
-from ithaca.planner.alike import left_out
+from ithaca.planner.alike import Gap, chosen
 from ithaca.planner.confirm import confirmed
 from ithaca.planner.dry_run import Case, dry_run
 from ithaca.planner.job import Memory
@@ -26,31 +26,51 @@ LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a
 
 
 @pytest.mark.parametrize(
-    ("stack", "context", "world", "lora"),
+    ("stack", "context", "world", "lora", "layers"),
     [
-        (Stack(tile=1024), 4096, 1, 0),
-        (Stack(recompute="none", tile=None, shard_parameters=False), 2048, 1, 0),
-        (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, 0),
-        (Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2), 2 * LONG, 2, 8),
+        (Stack(tile=1024), 4096, 1, 0, (6, 4)),
+        (Stack(recompute="none", tile=None, shard_parameters=False), 2048, 1, 0, (6, 4)),
+        (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, 0, (6, 4)),
+        (Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2), 2 * LONG, 2, 8, (6, 4)),
+        (Stack(store="5 host + 5 gpu", tile=LONG // 2), LONG, 1, 0, (10, 8)),
+        (Stack(store="5 gpu + 1 host", tile=LONG // 2), LONG, 1, 0, (6, 5)),
+        (Stack(recompute="5 layer + 2 keep_attention", store="6 host + 1 gpu", tile=LONG // 2), LONG, 1, 0, (7, 6)),
     ],
-    ids=["on the GPU", "nothing recomputed", "host", "disk, composed, LoRA"],
+    ids=[
+        "on the GPU",
+        "nothing recomputed",
+        "host",
+        "disk, composed, LoRA",
+        "host and GPU",
+        "GPU and host",
+        "three blocks",
+    ],
 )
-def test_what_is_added_up_is_what_runs(stack: Stack, context: int, world: int, lora: int):
-    case = Case(
-        AutoConfig.for_model("llama", **SIZES), stack, context, world=world, lora=Lora(rank=lora) if lora else None
-    )
+def test_what_is_added_up_is_what_runs(stack: Stack, context: int, world: int, lora: int, layers: tuple[int, int]):
+    config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": layers[0]})
+    case = Case(config, stack, context, world=world, lora=Lora(rank=lora) if lora else None)
     every, some = dry_run(case, every=True), dry_run(case)
-    assert (every.executed, some.executed, every.layers, some.layers) == (6, 4, 6, 6)
+    assert (every.executed, some.executed) == layers and every.layers == some.layers == layers[0]
     assert (some.host, some.disk) == (every.host, every.disk)
     for phase, by in every.phases.items():  # single gradients are rounded up, their sum is not
         assert sum(some.phases[phase].values()) == pytest.approx(sum(by.values()), rel=1e-3), phase
 
 
-def test_layers_that_differ_are_run():
-    assert left_out(32, Stack(), 0) == 28
-    assert left_out(32, Stack(recompute="16 layer + 16 keep_attention"), 2**30) == 0
-    assert left_out(32, Stack(store="host"), IN_FLIGHT // 4) == 0  # still on its way when the last layer begins
-    assert left_out(3, Stack(), 0) == 0
+def test_of_each_block_the_first_and_the_last_two_run():
+    whole = [0, 1, 30, 31], [Gap(1, 28)]
+    assert chosen(32, Stack(), 0) == whole
+    assert chosen(32, Stack(store="host"), IN_FLIGHT // 2) == whole
+    assert chosen(32, Stack(store="host"), IN_FLIGHT // 4) == (
+        list(range(32)),
+        [],
+    )  # still on its way when the last begins
+    assert chosen(3, Stack(), 0) == ([0, 1, 2], [])
+    stack = Stack(store="7 host + 9 gpu", recompute="6 layer + 10 keep_attention")
+    assert chosen(16, stack, 2**40) == ([0, 1, 4, 5, 6, 7, 8, 14, 15], [Gap(1, 2), Gap(6, 5)])
+    assert chosen(16, stack, 0) == (
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 14, 15],
+        [Gap(8, 5)],
+    )  # nothing is on its way to the GPU
 
 
 @pytest.mark.parametrize("off", [0.9, 1.0, 1.07])

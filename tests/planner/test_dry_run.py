@@ -136,6 +136,8 @@ def test_what_a_rank_keeps_is_where_it_belongs():
         assert set(found.phases[phase]) <= set(CATEGORIES)
     assert found.phases["backward"]["optimizer"] == pytest.approx(8 * weights / 4, rel=0.01)
     assert found.phases["step"]["gradients"] == pytest.approx(4 * weights / 4, rel=0.01)
+    large = Case(config(vocab_size=8192), Stack(shard_parameters=False, tile=256), 8192)  # enough for a line of its own
+    assert {"the weights", "the optimizer's states"} <= set(dry_run(large).lines["backward"])
     tokens = 8192 // 4
     kept = (
         3 * tokens * (256 * 2 + 8 * 32 * 2 + 8 * 4)

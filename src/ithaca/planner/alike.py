@@ -1,14 +1,18 @@
 """Layers that a dry run leaves out because they hold what their neighbours hold: 4 of 32 are run, the others are added up.
 
-Those left out lie in the middle, between the second layer that runs and the third. All the time they have weights and optimizer
-states. Once forward has passed them, they have kept what the second layer kept; once backward has, they have gradients instead.
-What a layer keeps is not computed here but seen: as the difference between the ends of the first and the second layer.
+A block is neighbours that are asked for the same: all layers of most runs, two or three blocks where recompute or store differ from
+layer to layer. Of each block the first and the last two run; those left out lie between. All the time they have weights and
+optimizer states. Once forward has passed them, they have kept what the second layer of their block kept; once backward has, they
+have gradients instead. What a layer keeps is not computed here but seen: as the difference between the ends of the first and the
+second layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,17 +24,32 @@ from ..stack import Stack
 from .dry_store import DryStore
 from .tracker import LiveBytes
 
-RUN = 4  # layers: the first and the last two, as the walk of memory.py
+RUN = 4  # layers of a block: the first and the last two, as the walk of memory.py
 
 
-def left_out(layers: int, stack: Stack, layer_input: int) -> int:
-    """How many layers need not run. layer_input: bytes of a layer's input on this rank.
+@dataclass(frozen=True)
+class Gap:
+    """`count` layers that do not run, above the layer that runs as number `after`."""
 
-    Where recompute or store differ from layer to layer, they are not alike. Nor are they where what a few layers put into a store
-    is still on its way out when the last one begins: then more layers have more on its way. Such runs are short, and are run whole.
+    after: int
+    count: int
+
+
+def chosen(layers: int, stack: Stack, layer_input: int) -> tuple[list[int], list[Gap]]:
+    """-> layers that run, and the gaps between them. layer_input: bytes of a layer's input on this rank.
+
+    Layers are not alike where what a few of them put into a store is still on its way out when the last one begins: then more
+    layers have more on its way. Such runs are short, and are run whole.
     """
-    alike = stack.uniform and (stack.far == "gpu" or RUN * layer_input >= 2 * IN_FLIGHT)
-    return max(0, layers - RUN) if alike else 0
+    run: list[int] = []
+    gaps: list[Gap] = []
+    for (_, store), block in groupby(range(layers), lambda i: (stack.recompute_of(i), stack.store_of(i))):
+        block = list(block)
+        if len(block) > RUN and (store == "gpu" or RUN * layer_input >= 2 * IN_FLIGHT):
+            gaps.append(Gap(len(run) + RUN // 2 - 1, len(block) - RUN))
+            block = block[: RUN // 2] + block[-RUN // 2 :]
+        run += block
+    return run, gaps
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -54,26 +73,25 @@ def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
 
 
 class LeftOut:
-    """Holds fake tensors of the size of what `count` layers would hold."""
+    """Holds fake tensors of the size of what the layers of a gap would hold."""
 
-    def __init__(self, run: Run, tracker: LiveBytes, count: int, optimizer_bytes: float) -> None:
-        self.run, self.tracker, self.count = run, tracker, count
+    def __init__(self, run: Run, tracker: LiveBytes, gap: Gap, optimizer_bytes: float) -> None:
+        self.run, self.tracker, self.gap = run, tracker, gap
         self.held: dict[str, Tensor] = {}
         self.layer = held_by(run.decoder.layers[0].module, optimizer_bytes)
-        self.ends: list[tuple[int, int]] = []  # live bytes, and bytes in the store, at the end of a layer
+        self.outside = run.stack.store_of(gap.after) != "gpu"  # where its layers keep
+        self.ends: list[int] = []  # live bytes, or bytes in the store, at the end of a layer
 
     def hold(self, category: str, nbytes: int) -> None:
-        self.held[category] = torch.empty(nbytes * self.count, dtype=torch.uint8)
-        self.tracker.see(self.held[category], category, line=f"of {self.count} layers that are alike")
+        self.held[category] = torch.empty(nbytes * self.gap.count, dtype=torch.uint8)
+        self.tracker.see(self.held[category], category, line=f"of {self.gap.count} layers that are alike")
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        if not self.count:
-            yield
-            return
         for category in ("parameters", "optimizer"):
             self.hold(category, self.layer[category])
-        hooks = [layer.module.register_forward_hook(self._passed) for layer in self.run.decoder.layers[:2]]
+        around = self.run.decoder.layers[self.gap.after - 1 : self.gap.after + 1]
+        hooks = [layer.module.register_forward_hook(self._passed) for layer in around]
         try:
             yield
         finally:
@@ -82,18 +100,23 @@ class LeftOut:
 
     def _passed(self, module: nn.Module, args: Any, out: Any) -> None:
         store = self.run.store
-        self.ends.append((self.tracker.total, store.now if isinstance(store, DryStore) else 0))
+        # what is on its way out is no part of what a layer keeps
+        self.ends.append(store.now if self.outside and isinstance(store, DryStore) else self.tracker.total)
         if len(self.ends) < 2:
             return
-        (device, outside), (device_now, outside_now) = self.ends
-        if isinstance(store, DryStore):  # what is on its way out is no part of what a layer keeps
-            store.hold(self.count * (outside_now - outside))
+        kept = self.ends[1] - self.ends[0]
+        if self.outside:
+            self._outside(kept)
         else:
-            self.hold("kept", device_now - device)
-        (out[0] if isinstance(out, tuple) else out).register_hook(self._passed_again)
+            self.hold("kept", kept)
+        (out[0] if isinstance(out, tuple) else out).register_hook(lambda gradient: self._passed_again(kept))
 
-    def _passed_again(self, gradient: Tensor) -> None:
-        if isinstance(self.run.store, DryStore):
-            self.run.store.hold(-self.count * (self.ends[1][1] - self.ends[0][1]))
+    def _passed_again(self, kept: int) -> None:
+        if self.outside:
+            self._outside(-kept)
         self.held.pop("kept", None)
         self.hold("gradients", self.layer["gradients"])
+
+    def _outside(self, nbytes: int) -> None:
+        assert isinstance(self.run.store, DryStore)
+        self.run.store.hold(self.gap.count * nbytes)

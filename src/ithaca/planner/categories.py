@@ -62,7 +62,6 @@ _FRAMES: dict[tuple[str, str | None], str] = {
     ("activations/disk.py", None): "kept",
     ("planner/dry_store.py", None): "kept",
     ("planner/dry_run.py", "workspace"): "workspace",
-    ("planner/dry_run.py", "states"): "optimizer",
     ("torch/optim", None): "optimizer",
     ("distributed/fsdp", None): "fsdp",
     ("ithaca/run.py", "_hidden"): "residual",

@@ -30,7 +30,7 @@ from ..model import norm
 from ..model.families import FAMILIES
 from ..run import Run
 from ..stack import PER_LAYER, Stack
-from .alike import LeftOut, left_out, local, state_bytes
+from .alike import LeftOut, chosen, local, state_bytes
 from .dry_store import DryGpuStore, DryStore
 from .job import Memory
 from .tracker import LiveBytes
@@ -105,8 +105,10 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
     depth = config.num_hidden_layers
     stack = shortened_stack(case.stack, depth)
     tokens = case.rows * case.context // case.world
-    missing = 0 if every else left_out(depth, stack, tokens * config.hidden_size * case.dtype.itemsize)
-    config = shortened(config, depth - missing)
+    executed, gaps = chosen(depth, stack, tokens * config.hidden_size * case.dtype.itemsize)
+    if every:
+        executed, gaps = list(range(depth)), []
+    config, stack = shortened(config, len(executed)), picked(stack, executed)
     tracker = LiveBytes()
     with ExitStack() as opened:
         opened.enter_context(fake_group(case.world))
@@ -114,8 +116,9 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
         fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(tracker.watching())
         run = _prepared(case, config, stack, tracker)
-        with LeftOut(run, tracker, missing, case.optimizer_bytes).counted():
-            _step(case, run, fake, tracker)
+        for gap in gaps:
+            opened.enter_context(LeftOut(run, tracker, gap, case.optimizer_bytes).counted())
+        _step(case, run, fake, tracker)
         store = run.store
     held = store.held_bytes if isinstance(store, DryStore) else 0
     return DryRun(
@@ -124,7 +127,7 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
         disk=held if stack.far == "disk" else 0,
         lines={phase: dict(by) for phase, by in tracker.lines.items()},
         layers=depth,
-        executed=depth - missing,
+        executed=len(executed),
     )
 
 
@@ -142,7 +145,7 @@ def _prepared(case: Case, config: Any, stack: Stack, tracker: LiveBytes) -> Run:
     run.kernels.chosen = {need: DryKernel(case.kernel) for need in run.kernels.chosen}  # pyright: ignore
     del model
     for parameter in run.model.parameters():
-        tracker.see(local(parameter), "parameters")
+        tracker.see(local(parameter), "parameters", line="the weights")
     tracker.begin("load")
     return run
 
@@ -178,6 +181,8 @@ def _build(case: Case, config: Any) -> nn.Module:
 def _step(case: Case, run: Run, fake: FakeTensorMode, tracker: LiveBytes) -> None:
     """The second step of a run, when the optimizer's states are there."""
     held = states(run.model, case.optimizer_bytes)
+    for each in held:
+        tracker.see(each, "optimizer", line="the optimizer's states")
     batch = _batch(case, run, fake)
     for value in vars(batch).values():
         if isinstance(value, Tensor):
@@ -243,10 +248,14 @@ def shortened(config: Any, layers: int | None) -> Any:
 
 def shortened_stack(stack: Stack, layers: int) -> Stack:
     """Where layers differ in what they keep, each kind has its share of the slice."""
+    depth = max((len(value) for name in PER_LAYER if isinstance(value := getattr(stack, name), tuple)), default=layers)
+    return picked(stack, [i * depth // layers for i in range(layers)])
+
+
+def picked(stack: Stack, layers: list[int]) -> Stack:
+    """What these layers are asked for."""
     whole = {name: getattr(stack, name) for name in PER_LAYER if isinstance(getattr(stack, name), tuple)}
-    return replace(
-        stack, **{name: tuple(each[i * len(each) // layers] for i in range(layers)) for name, each in whole.items()}
-    )
+    return replace(stack, **{name: tuple(each[i] for i in layers) for name, each in whole.items()})
 
 
 @contextmanager

@@ -67,13 +67,13 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def see(self, tensor: Tensor, name: str | None = None, *, line: str | None = None, module: str = "") -> None:
-        """Count a tensor's storage, if it is new; `name` gives it another category."""
+        """Count a tensor's storage, if it is new; `name` gives it another category, and `line` another origin with it."""
         storage = _storage(tensor)
         if storage is None or (self.device is not None and tensor.device != self.device):
             return
         known = self._held.get(id(storage))
         if known is not None and known.reference is not None and known.reference() is storage:
-            if name is not None and known.category != name:
+            if name is not None and (name, line or known.line) != (known.category, known.line):
                 self._change(storage, known.nbytes, name, line or known.line, module or known.module)
             return
         made = line or self._line()
