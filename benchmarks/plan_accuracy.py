@@ -176,7 +176,6 @@ class Row:
             case = replace(case, stack=replace(case.stack, attention=self.job.kernel))
         try:
             with ready(case, DEVICE) as step:
-                _make_states(step)
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 step()
@@ -204,15 +203,6 @@ class Row:
         left = torch.cuda.memory_allocated()
         self._measure()
         self.measured["left"] = left
-
-
-def _make_states(step: Any) -> None:
-    """AdamW makes its states at its first step; let that be one without a gradient."""
-    for parameter in step.run.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    step.optimizer.step()
-    step.optimizer.zero_grad(set_to_none=True)
 
 
 def _off(share: float, low: float, high: float) -> str:

@@ -1,7 +1,7 @@
 """Runs the steps and measures them: time and peak as they are, then one step under torch's profiler, one under our own count.
 
 Each instrument gets a step of its own, because each disturbs what another measures. The first step warms up (kernels are built,
-host memory is pinned, AdamW makes its states), the next ones run as in training, then one is traced, and the last one is counted.
+host memory is pinned), the next ones run as in training, then one is traced, and the last one is counted.
 """
 
 from __future__ import annotations

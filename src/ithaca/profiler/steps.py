@@ -60,6 +60,15 @@ class Steps:
             if self.resident.get(name):
                 self.held[name] = torch.zeros(self.resident[name], dtype=torch.uint8, device=self.run.mesh.device)
 
+    def make_states(self) -> None:
+        """The optimizer makes its states at its first step. Let that be one whose gradients are zero, before anything is measured:
+        otherwise the second step finds less room than the first, and the allocator is at work while it is timed."""
+        for parameter in self.run.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
     @property
     def tokens(self) -> int:
         """Of a step, on this rank."""
@@ -101,4 +110,5 @@ def _steps(case: Case, config: object, device: torch.device, missing: int) -> St
         {name: missing * nbytes for name, nbytes in held_by(run.decoder.layers[0].module, case.optimizer_bytes).items()}, {},
     )  # fmt: skip
     steps.hold("parameters", "optimizer")
+    steps.make_states()
     return steps
