@@ -1,13 +1,15 @@
 """A file that is hashed while it is written, and written past the page cache.
 
 What comes in is copied into buffers of one block (digest.py). A full one is hashed and written by threads while the next is
-filled, so a save takes as long as the slowest of copying, hashing and the disk. Two things make hashing fit beside the rest:
+filled, so a save takes as long as the slowest of copying, hashing and the disk. Three things make it fit beside the rest:
 
 - Blocks are hashed independently, by as many threads as there are cores.
 - Writing is direct (O_DIRECT) where the file system can: the kernel then copies nothing, which costs a third of a core's time
   otherwise (measured: docs/log.md), and a checkpoint pushes nothing else out of the page cache. Direct writes need aligned
   memory, places and sizes; blocks are, and the last, odd piece goes the usual way. Where a file system has no direct writes, all
   of it goes the usual way, told to begin early instead of leaving everything to the flush at the end.
+- Copying, hashing and writing all let go of Python's lock, so that training can launch its kernels meanwhile. That is why numpy
+  copies: the assignment of a slice of bytes would hold the lock for milliseconds (measured: docs/log.md).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import sha256
 from typing import Any
+
+import numpy as np
 
 from .digest import BLOCK, cores, joined
 
@@ -38,7 +42,7 @@ class BlockStream:
         self._file, self._direct = _create(path)
         self._hashers = ThreadPoolExecutor(min(4, cores()))
         self._writers = ThreadPoolExecutor(2)
-        self._buffers: list[tuple[mmap.mmap, list[Future[Any]]]] = []
+        self._buffers: list[tuple[np.ndarray, list[Future[Any]]]] = []
         self._hashes: list[Future[bytes]] = []
         self._open = True
 
@@ -51,7 +55,7 @@ class BlockStream:
             piece = view[: BLOCK - at]
             if at == 0:
                 self._next_buffer()
-            self._buffers[-1][0][at : at + piece.nbytes] = piece
+            self._buffers[-1][0][at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
             self.size += piece.nbytes
             if self.size % BLOCK == 0:
                 self._send(BLOCK)
@@ -61,7 +65,8 @@ class BlockStream:
     def _next_buffer(self) -> None:
         """Put a free buffer last: a new one, or the one that was sent first."""
         if len(self._buffers) < _BUFFERS:
-            self._buffers.append((mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), []))
+            memory = mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # aligned, as direct writes need it
+            self._buffers.append((np.frombuffer(memory, np.uint8), []))
             return
         buffer, busy = self._buffers.pop(0)
         self._settled(busy)
@@ -70,7 +75,7 @@ class BlockStream:
     def _send(self, count: int) -> None:
         buffer, busy = self._buffers[-1]
         number = len(self._hashes)
-        view = memoryview(buffer)[:count]
+        view = buffer[:count].data
         self._hashes.append(self._hashers.submit(lambda: sha256(view).digest()))
         busy += [self._hashes[-1], self._writers.submit(self._put, view, number)]
 
