@@ -2,8 +2,8 @@
 
     python benchmarks/rank_of_n.py --tokens 1M --ranks 8 --layers 2 [--heads-per-stage 1 --recompute keep_attention ...]
 
-torch's fake process group stands for the peers: collectives take no time and bring no data, so numbers are this rank's
-compute, copies and memory, and losses mean nothing.
+torch's fake process group stands for the peers: collectives take no time and bring back what was sent, so that kernels work on
+numbers like those of a real run. Figures are this rank's compute, copies and memory; losses mean nothing.
 
 Tokens/s per GPU are extrapolated from the measured layers to all layers of the model. What happens outside the layers (embedding,
 final norm, head, loss) happens once per step whatever the depth, so it is timed by itself and not scaled:

@@ -33,6 +33,8 @@ def all_to_all(out: Tensor, send: Tensor, counts_out: list[int], counts_in: list
     """Exchange slices along dim 0: `counts_in[r]` of them go to rank r, `counts_out[r]` come from it. Asynchronous."""
     assert group.pg is not None and out.is_contiguous() and send.is_contiguous()
     assert sum(counts_in) == send.shape[0] and sum(counts_out) == out.shape[0] and out.shape[1:] == send.shape[1:]
+    if group.peerless:
+        return _sent_back((out,), (send,))
     size = prod(send.shape[1:])  # flat element counts: a slice of several dims is one run of memory
     work = dist.all_to_all_single(
         out.view(-1), send.view(-1), [c * size for c in counts_out], [c * size for c in counts_in],
@@ -45,10 +47,24 @@ def shift(tensors: tuple[Tensor, ...], ring: Group) -> Pending:
     """Pass tensors to the next rank of the ring and take those of the rank before. Asynchronous."""
     assert ring.pg is not None
     coming = tuple(torch.empty_like(t) for t in tensors)
+    if ring.peerless:
+        return _sent_back(coming, tensors)
     after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
     operations = [dist.P2POp(dist.isend, t, group=ring.pg, group_peer=after) for t in tensors]
     operations += [dist.P2POp(dist.irecv, t, group=ring.pg, group_peer=before) for t in coming]
     return Pending(coming, dist.batch_isend_irecv(operations), tensors)
+
+
+def _sent_back(coming: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> Pending:
+    """Rank 0 of N without its peers gets its own data. Memory as it is found would do for counting bytes, but a GPU is as fast as
+    its power allows, and numbers like those of a real run take more of it than zeros and leftovers do."""
+    for out, send in zip(coming, sent, strict=True):
+        common = min(
+            out.shape[0], send.shape[0]
+        )  # where heads do not divide, ranks send and get different numbers of them
+        out[:common].copy_(send[:common])
+        out[common:].zero_()
+    return Pending(coming, (), sent)
 
 
 def total(value: Tensor, group: Group) -> Tensor:

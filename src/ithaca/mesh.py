@@ -29,6 +29,11 @@ class Group:
     rank: int
     pg: dist.ProcessGroup | None
 
+    @property
+    def peerless(self) -> bool:
+        """Nobody is there to talk to: one rank, or rank 0 of N on torch's fake process group."""
+        return self.pg is None or dist.get_backend(self.pg) == "fake"
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -47,7 +52,7 @@ class Mesh:
 
     def agree(self, error: str | None) -> None:
         """Raise on every rank if any rank has an error: a rank that stops alone leaves the others hanging."""
-        if self.world.pg is None or dist.get_backend(self.world.pg) == "fake":  # a rank-of-N run has no peers to ask
+        if self.world.peerless:
             errors: list[Any] = [error]
         else:
             errors = [None] * self.world.size

@@ -260,7 +260,7 @@ def picked(stack: Stack, layers: list[int]) -> Stack:
 
 @contextmanager
 def fake_group(world: int) -> Iterator[None]:
-    """As rank 0 of `world`, without peers: collectives take no time and bring nothing."""
+    """As rank 0 of `world`, without peers: collectives take no time, and bring back what was sent (comm.py)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

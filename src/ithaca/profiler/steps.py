@@ -1,7 +1,7 @@
 """A run to be measured: the model with random weights as training prepares it, its optimizer, a batch, and a step.
 
 One process stands for rank 0 of N on torch's fake process group: kernels, copies and allocations are those of that rank, while
-collectives take no time and bring nothing, so the loss means nothing. With one rank there is nothing to fake.
+collectives take no time and bring back what was sent, so the loss means nothing. With one rank there is nothing to fake.
 
 With fewer layers than the model has, `states` adds what a rank would hold of the others all the time: weights, optimizer states,
 and from backward on gradients. Their activations are not there; with a store beside the GPU they would not be either.
@@ -40,7 +40,7 @@ class Steps:
     held: dict[str, Tensor]
 
     def __call__(self, begin: Callable[[str], None] = lambda phase: None) -> None:
-        """As train/step.py does it, but whatever the loss is: numbers that peers did not send are no numbers."""
+        """As train/step.py does it, but whatever the loss is: it lacks what peers would have sent."""
         begin("forward")
         loss = self.run.loss(self.batch)
         self.hold("gradients")
@@ -48,6 +48,9 @@ class Steps:
         loss.backward()
         begin("step")
         grads = gradients(self.run.model)
+        if self.run.mesh.world.peerless and self.run.mesh.world.pg is not None:
+            for grad in grads:  # sums that lack their peers may be no numbers, and would leave weights that are none
+                grad.zero_()
         norm = global_norm(grads)
         clip(grads, norm, self.train.clip)
         self.optimizer.step()

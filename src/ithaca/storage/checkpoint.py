@@ -45,7 +45,7 @@ from .fingerprint import fingerprints
 from .keep import prune, remove_unfinished
 from .loading import load
 from .publish import Draft, probe, publish, start, write_json
-from .ranks import alone, each, first, gather
+from .ranks import each, first, gather
 from .shards import HostCopies
 from .state import at_rest, frozen_of, model_tensors, optimizer_state, size
 from .writer import HashingWriter
@@ -141,7 +141,7 @@ def save(
     copies: memory for asynchronous saves, used again; None = made for this one.
     """
     mesh = run.mesh
-    if mesh.world.pg is not None and alone(mesh):
+    if mesh.world.pg is not None and mesh.world.peerless:
         raise CheckpointError("a rank-of-N run has no peers that hold the other shards; there is nothing to save")
     each(mesh, lambda: _check(run, extra, step))
     tensors = model_tensors(run)

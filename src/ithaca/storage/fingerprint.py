@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from ..mesh import Mesh
 from ..model.weights import rows_of
-from .ranks import alone
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 22  # elements; the products take 8 bytes each
@@ -30,7 +29,7 @@ def fingerprints(parameters: Iterable[tuple[str, Tensor]], mesh: Mesh) -> dict[s
     if not named:
         return {}
     sums = torch.stack([_share(parameter).to(mesh.device) for _, parameter in named])
-    if not alone(mesh):
+    if not mesh.world.peerless:
         dist.all_reduce(sums, group=mesh.world.pg)  # wraps around like the sums themselves
     return {name: _text(value, parameter) for (name, parameter), value in zip(named, sums.tolist(), strict=True)}
 

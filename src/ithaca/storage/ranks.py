@@ -21,14 +21,9 @@ Problem = tuple[str, str]  # kind of the error, and its words: exceptions themse
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, Damaged, NotWritten)}
 
 
-def alone(mesh: Mesh) -> bool:
-    """Whether there is nobody to talk to; a rank-of-N run has no peers either."""
-    return mesh.world.pg is None or dist.get_backend(mesh.world.pg) == "fake"
-
-
 def gather(mesh: Mesh, value: Any) -> list[Any]:
     """Each rank's value, on every rank."""
-    if alone(mesh):
+    if mesh.world.peerless:
         return [value]
     found: list[Any] = [None] * mesh.world.size
     dist.all_gather_object(found, value, group=mesh.world.pg)
@@ -49,7 +44,7 @@ def each(mesh: Mesh, act: Callable[[], Result]) -> Result:
 def first(mesh: Mesh, act: Callable[[], Result]) -> Result:
     """Call on rank 0 only; all ranks get its result, or raise its error."""
     outcome = [_try(act) if mesh.world.rank == 0 else (None, None)]
-    if not alone(mesh):
+    if not mesh.world.peerless:
         dist.broadcast_object_list(outcome, src=0, group=mesh.world.pg)
     result, problem = outcome[0]
     if problem is not None:
