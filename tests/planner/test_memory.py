@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +20,8 @@ from ithaca.model import rope
 from ithaca.planner import job
 from ithaca.planner.config import hf_config
 from ithaca.planner.dry_run import Case, dry_run
-from ithaca.planner.job import Job
-from ithaca.planner.memory import predict
+from ithaca.planner.job import IN_FLIGHT, Job
+from ithaca.planner.memory import Flight, predict
 from ithaca.planner.model import PRESETS, ModelSizes, read_sizes, sizes_of
 from ithaca.planner.sizes import Sizes
 from ithaca.sequence import Layout
@@ -125,3 +127,20 @@ def test_a_config_says_what_is_missing(tmp_path: Path):
     with pytest.raises(ValueError, match=re.escape("nothing is downloaded")):
         read_sizes("meta-llama/Llama-3.1-8B")
     assert isinstance(read_sizes("qwen3_8b"), ModelSizes) and ithaca.plan is not None
+
+
+def test_many_puts_at_once_are_as_many_single_ones():
+    """What is on its way to a store, against the rule said one put at a time."""
+    rng = random.Random(0)
+    for _ in range(200):
+        flight, single = Flight(), deque()
+        for _ in range(rng.randint(1, 6)):
+            nbytes, copied = rng.choice([0, 3, IN_FLIGHT // 7, IN_FLIGHT // 2 + 1, 2 * IN_FLIGHT]), rng.random() < 0.5
+            times = rng.randint(1, 20)
+            flight.put(nbytes, copied, times)
+            for _ in range(times):
+                while len(single) >= 2 and sum(each for each, _ in single) > IN_FLIGHT:
+                    single.popleft()
+                single.append((nbytes, copied))
+            assert flight.count == len(single) and flight.total == sum(each for each, _ in single)
+            assert flight.bytes == sum(each for each, counted in single if counted)

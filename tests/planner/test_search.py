@@ -11,6 +11,7 @@ import pytest
 
 import ithaca
 from ithaca.cli.main import main
+from ithaca.config.sizes import parse_tokens
 from ithaca.planner.candidates import candidates
 from ithaca.planner.hardware import GPUS, parse_gpus
 from ithaca.planner.job import Job
@@ -140,7 +141,9 @@ def test_where_nothing_fits_it_says_what_would():
     assert "32xH100" in text and "LoRA" in text
     tight = plan("llama32_1b", context="4M", gpus="1xH200", host="64GB")
     assert not tight.fits and any("store: disk with" in each for each in tight.advice)
-    assert any("a context of" in each for each in tight.advice)
+    shorter = next(each for each in tight.advice if each.startswith("a context of")).split()[3].rstrip(":")
+    assert plan("llama32_1b", context=shorter, gpus="1xH200", host="64GB").fits
+    assert not plan("llama32_1b", context=parse_tokens(shorter) * 5 // 4, gpus="1xH200", host="64GB").fits
 
 
 def test_the_published_ladder():

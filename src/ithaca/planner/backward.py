@@ -89,8 +89,7 @@ def _attend(w: Walk, here: Counter[str], sums: int, inputs: int, streamed: bool,
         delivered = t >= (2 if w.ahead else 1)  # whether an earlier stage's gradients have reached the layer
         done["tile"] += sums + (wide if delivered else 0)
         done["residual"] += accumulator if delivered else 0
-        later = w.schedule[t + (2 if w.ahead else 1) :]
-        waiting = sum(w.head(w.heads(each, "all")) for each in later)
+        waiting = w.behind(t + (2 if w.ahead else 1))
         if streamed and w.holds:  # output and gradient of the stages to come
             done["kept"] += (2 if beside else 1) * waiting
         if streamed and not beside:  # what was kept here of the stages that were

@@ -75,8 +75,7 @@ def _attend(w: Walk, stage: Stage) -> dict[str, int]:
 
 def _put_pieces(w: Walk, whole: int, copied: bool) -> None:
     pieces = -(-w.tokens // w.piece)
-    for _ in range(pieces):
-        w.flight.put(whole // pieces, copied and pieces > 1)
+    w.flight.put(whole // pieces, copied and pieces > 1, pieces)
 
 
 def _project_tile(w: Walk, stage: Stage) -> dict[str, int]:

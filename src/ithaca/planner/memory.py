@@ -23,17 +23,20 @@ class Walk(Sizes):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.base: Counter[str] = Counter()  # there all the time
-        self.found: dict[str, Counter[str]] = {}
+        self.found: dict[str, Counter[str]] = {}  # the largest moment of each phase
+        self.most: dict[str, int] = {}  # its bytes
         self.flight = Flight()
         self.kept = 0  # bytes on the device that wait for backward
 
     def moment(self, phase: str, *parts: dict[str, int]) -> None:
+        size = sum(self.base.values()) + self.kept + sum(sum(part.values()) for part in parts)
+        if size <= self.most.get(phase, -1):  # nearly always, and a plan looks at thousands of moments
+            return
         total = Counter(self.base)
         for part in parts:
             total.update(part)
         total["kept"] += self.kept
-        if phase not in self.found or sum(total.values()) > sum(self.found[phase].values()):
-            self.found[phase] = +total
+        self.found[phase], self.most[phase] = +total, size
 
     def land(self) -> None:
         """Nothing is on its way to the store any more."""
@@ -106,17 +109,31 @@ class Walk(Sizes):
 
 
 class Flight:
-    """Tensors on their way to the host or the disk, of which those that are copies hold memory of their own."""
+    """Tensors on their way to the host or the disk, of which those that are copies hold memory of their own. Kept as runs of equal
+    ones: a layer puts thousands of pieces."""
 
     def __init__(self) -> None:
-        self.puts: deque[tuple[int, bool]] = deque()
-        self.total = self.bytes = 0
+        self.runs: deque[tuple[int, bool, int]] = deque()  # bytes of a tensor, whether it is a copy, how many
+        self.total = self.bytes = self.count = 0
 
-    def put(self, nbytes: int, copied: bool) -> None:
-        while len(self.puts) >= 2 and self.total > IN_FLIGHT:
-            gone, counted = self.puts.popleft()
-            self.total -= gone
-            self.bytes -= gone if counted else 0
-        self.puts.append((nbytes, copied))
-        self.total += nbytes
-        self.bytes += nbytes if copied else 0
+    def put(self, nbytes: int, copied: bool, times: int = 1) -> None:
+        """Each put first lets the oldest go, as long as there are two and more than IN_FLIGHT bytes; what the last of them lets go
+        of is what all of them together do."""
+        self._add(nbytes, copied, times - 1)
+        while self.count >= 2 and self.total > IN_FLIGHT:
+            size, counted, there = self.runs.popleft()
+            needed = -(-(self.total - IN_FLIGHT) // size) if size else there
+            gone = min(needed, there, self.count - 1)
+            self.count -= gone
+            self.total -= gone * size
+            self.bytes -= gone * size if counted else 0
+            if gone < there:
+                self.runs.appendleft((size, counted, there - gone))
+        self._add(nbytes, copied, 1)
+
+    def _add(self, nbytes: int, copied: bool, times: int) -> None:
+        if times:
+            self.runs.append((nbytes, copied, times))
+            self.count += times
+            self.total += times * nbytes
+            self.bytes += times * nbytes if copied else 0

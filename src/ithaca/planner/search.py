@@ -382,6 +382,10 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
     while shorter > 2048:
         shorter //= 2
         if found := tried(context=shorter):
+            for more in (shorter * 3 // 2, shorter * 5 // 4):  # twice as much did not
+                if nearer := tried(context=more):
+                    shorter, found = more, nearer
+                    break
             yield f"a context of {format_tokens(shorter)}: {format_bytes(found.peak)} a GPU"
             break
     if asked.hardware.host is not None and "store" not in pinned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import lcm
 
 from ..attention.head_schedule import Stage, head_schedule
@@ -26,6 +27,9 @@ class Sizes:
         self.rotary = 2 * self.tokens * m.head_dim * HALF  # cos and sin of every position
         self.schedule = head_schedule(m.heads, m.kv_heads, stack.ulysses, stack.heads_per_stage)
         self.shards = job.world // stack.replicate if stack.shard_parameters else 1
+        self._heads = {id(stage): self._count(stage) for stage in self.schedule}  # asked for thousands of times
+        self._behind = [self.head(self.heads(stage, "all")) for stage in self.schedule]
+        self._behind = [*reversed([*accumulate(reversed(self._behind))]), 0]
         biggest = max(self.heads(stage, "all") for stage in self.schedule) * self.head(1)
         self.ahead = self.ranks > 1 and biggest <= OVERLAP_BYTES
 
@@ -34,13 +38,20 @@ class Sizes:
         return heads * self.bs * self.m.head_dim * HALF
 
     def heads(self, stage: Stage, which: str) -> int:
-        if which == "all":
-            return sum(len(each) for each in stage.queries)
-        if which == "mine":
-            return self.ranks * len(stage.queries[0])
-        if which == "fresh":
-            return sum(len(each) for each in stage.fresh)
-        return self.ranks * len(stage.kv[0])  # "kv"
+        """which: "all" query heads that attend on some rank, those that are "mine", "fresh" KV heads that are sent, or my "kv"."""
+        return self._heads[id(stage)][which]
+
+    def _count(self, stage: Stage) -> dict[str, int]:
+        return {
+            "all": sum(len(each) for each in stage.queries),
+            "mine": self.ranks * len(stage.queries[0]),
+            "fresh": sum(len(each) for each in stage.fresh),
+            "kv": self.ranks * len(stage.kv[0]),
+        }
+
+    def behind(self, t: int) -> int:
+        """Bytes of the query heads of stage t and all later ones."""
+        return self._behind[min(t, len(self.schedule))]
 
     def lse(self, stage: Stage) -> int:
         return FULL * self.bs * self.ranks * len(stage.queries[0])
@@ -150,8 +161,7 @@ class Sizes:
         most = 0
         for t, stage in enumerate(self.schedule[:-1]):
             if not any(self.schedule[t + 1].fresh):
-                behind = self.schedule[t + (3 if self.ahead else 2) :]
-                waiting = sum(self.head(self.heads(each, "all")) for each in behind)
+                waiting = self.behind(t + (3 if self.ahead else 2))
                 most = max(most, 4 * self.head(self.heads(stage, "kv")) + waiting)
         return most
 
