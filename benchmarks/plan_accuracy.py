@@ -38,7 +38,7 @@ from ithaca.planner.hardware import parse_gpus
 from ithaca.planner.job import Job, Memory
 from ithaca.planner.memory import predict
 from ithaca.planner.model import read_sizes
-from ithaca.planner.search import WORKSPACE
+from ithaca.planner.plan import WORKSPACE
 from ithaca.planner.speed import estimate
 from ithaca.stack import Stack
 

@@ -39,17 +39,16 @@ def test_weights_stay_numbers(monkeypatch: pytest.MonkeyPatch):
     )  # fmt: skip
     with ready(Case(config, Stack(ulysses=4, heads_per_stage=1, tile=16), 256, world=4), CPU) as step:
         before = [each.to_local().clone() for each in step.run.model.parameters()]
-        seen = []
+        spoilt: list[torch.Tensor] = []
 
         def spoiled(model: torch.nn.Module) -> list[torch.Tensor]:
-            found = [each.grad for each in model.parameters() if each.grad is not None]
-            for grad in found:
-                seen.append(bool(grad.to_local().isfinite().all()))
+            spoilt.extend(each.grad for each in model.parameters() if each.grad is not None)
+            for grad in spoilt:
                 grad.fill_(float("nan"))
-            return found
+            return spoilt
 
         monkeypatch.setattr("ithaca.profiler.steps.gradients", spoiled)
         step()
         after = [each.to_local() for each in step.run.model.parameters()]
-    assert len(seen) == len(before)
+    assert len(spoilt) == len(before)
     assert all(torch.allclose(one, two, rtol=1e-3) for one, two in zip(before, after, strict=True))

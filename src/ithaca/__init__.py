@@ -18,14 +18,15 @@ from .stack import Stack
 if TYPE_CHECKING:
     from .batch import Batch
     from .parallelize import prepare
-    from .planner.search import Plan, plan
+    from .planner.plan import Plan
+    from .planner.search import plan
     from .run import Run
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "Plan", "Run", "Stack", "plan", "prepare"]
 
 
-_WHERE = {"Batch": "batch", "Plan": "planner.search", "Run": "run", "plan": "planner.search", "prepare": "parallelize"}
+_WHERE = {"Batch": "batch", "Plan": "planner.plan", "Run": "run", "plan": "planner.search", "prepare": "parallelize"}
 
 
 def __getattr__(name: str) -> Any:

@@ -59,9 +59,8 @@ def _sent_back(coming: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> Pending:
     """Rank 0 of N without its peers gets its own data. Memory as it is found would do for counting bytes, but a GPU is as fast as
     its power allows, and numbers like those of a real run take more of it than zeros and leftovers do."""
     for out, send in zip(coming, sent, strict=True):
-        common = min(
-            out.shape[0], send.shape[0]
-        )  # where heads do not divide, ranks send and get different numbers of them
+        # where heads do not divide, a rank sends and gets different numbers of them
+        common = min(out.shape[0], send.shape[0])
         out[:common].copy_(send[:common])
         out[common:].zero_()
     return Pending(coming, (), sent)

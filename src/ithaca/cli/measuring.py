@@ -65,7 +65,7 @@ def on_cpu(options: argparse.Namespace) -> bool:
 
 def limit_of(gpu: Any) -> int:
     """Bytes that the allocator may have, so that a larger GPU stands for the one that was named."""
-    from ..planner.search import CONTEXT
+    from ..planner.plan import CONTEXT
 
     return int(gpu.memory - CONTEXT)
 

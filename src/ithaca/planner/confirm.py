@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from ..config.sizes import format_tokens
 from .job import Memory
-from .search import CONTEXT_STEP, Plan
+from .plan import Plan
+from .search import CONTEXT_STEP
 
 
 def confirmed(

@@ -17,7 +17,8 @@ from ..stack import Stack
 from .categories import CATEGORIES
 from .hardware import parse_gpus
 from .model import ModelSizes, read_sizes, sliced
-from .search import Plan, plan
+from .plan import Plan
+from .search import plan
 from .words import columns
 
 TILES = (1024, 2048, 4096, 8192, 16384, 32768)  # values of the sweep, as far as a rank has so many tokens

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..config.sizes import format_bytes
 from .categories import CATEGORIES
-from .search import Plan, plan
+from .plan import Plan
+from .search import plan
 
 LESS = 0.9  # of what did not fit: a change must promise at least this much
 

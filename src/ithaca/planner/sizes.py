@@ -28,8 +28,8 @@ class Sizes:
         self.schedule = head_schedule(m.heads, m.kv_heads, stack.ulysses, stack.heads_per_stage)
         self.shards = job.world // stack.replicate if stack.shard_parameters else 1
         self._heads = {id(stage): self._count(stage) for stage in self.schedule}  # asked for thousands of times
-        self._behind = [self.head(self.heads(stage, "all")) for stage in self.schedule]
-        self._behind = [*reversed([*accumulate(reversed(self._behind))]), 0]
+        later = (self.head(self.heads(stage, "all")) for stage in reversed(self.schedule))
+        self._behind = list(accumulate(later, initial=0))[::-1]
         biggest = max(self.heads(stage, "all") for stage in self.schedule) * self.head(1)
         self.ahead = self.ranks > 1 and biggest <= OVERLAP_BYTES
 

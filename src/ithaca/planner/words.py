@@ -9,7 +9,7 @@ from typing import Any
 from ..config.sizes import format_bytes, format_tokens
 from ..stack import Stack
 from .categories import CATEGORIES, PHASES
-from .search import Plan
+from .plan import Plan
 
 
 def describe(

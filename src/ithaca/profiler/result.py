@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..planner.model import ModelSizes
-from ..planner.search import Plan
+from ..planner.plan import Plan
 from .measure import Measured
 from .wanted import Wanted, expected, tensors
 

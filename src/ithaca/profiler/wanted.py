@@ -11,7 +11,8 @@ import torch
 from ..planner.config import hf_config
 from ..planner.dry_run import Case, shortened_stack
 from ..planner.model import sliced
-from ..planner.search import OPTIMIZERS, Plan, plan
+from ..planner.plan import Plan
+from ..planner.search import OPTIMIZERS, plan
 from ..stack import PER_LAYER, Stack
 
 ROOM = 0.7  # of the memory that is available, for what runs on a CPU

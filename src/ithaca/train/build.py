@@ -25,7 +25,8 @@ from ..model.config import read_config
 from ..parallelize import prepare
 from ..planner.hardware import GPUS, Gpu, Hardware
 from ..planner.model import sizes_of
-from ..planner.search import Plan, plan
+from ..planner.plan import Plan
+from ..planner.search import plan
 from ..planner.words import describe
 from ..run import Run
 from ..stack import Stack

@@ -44,7 +44,7 @@ from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
 from ..observe.record import StepRecord
 from ..observe.stragglers import Stragglers
 from ..observe.text import Facts, headline
-from ..planner.search import Plan
+from ..planner.plan import Plan
 from ..planner.shortage import gpu_shortage, host_shortage
 from ..redact import redacted
 from ..report import write_report
