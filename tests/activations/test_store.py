@@ -12,6 +12,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from ithaca.activations import disk, host, near, pipe, scratch, transfer
 from ithaca.activations.disk import DiskStore
 from ithaca.activations.host import HostStore
 from ithaca.activations.packing import pack
-from ithaca.activations.scratch import Extents
+from ithaca.activations.scratch import Extents, ScratchFile
 from ithaca.activations.store import Handle, Store, human_bytes, open_store
 
 CPU = torch.device("cpu")
@@ -353,6 +354,28 @@ def test_report(kind: str, opened: Opener) -> None:
     assert after.held_bytes == report.held_bytes
 
 
+@pytest.mark.parametrize("budget", [0, 1 << 30], ids=["file", "near"])
+def test_a_late_write_is_not_counted_after_a_reset(
+    budget: int, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that was dropped while a thread wrote it: that write belongs to the counts before the reset."""
+    monkeypatch.setattr(near, "NEAR", budget)
+    writing, write = threading.Event(), ScratchFile.write
+
+    def slowly(*args: Any) -> None:
+        writing.set()
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(ScratchFile, "write", slowly)
+    store = opened("disk")
+    handle = store.put([torch.randn(1000)])
+    assert writing.wait(10)
+    del handle
+    store.reset()
+    assert store.report().copy_seconds == 0
+
+
 def test_autograd_keeps_through_a_store(opened: Opener) -> None:
     """The use the store is made for: put in forward (main thread), take in backward, a graph that is dropped."""
 
@@ -519,6 +542,7 @@ import sys, time
 sys.path[:] = {path!r}
 import torch
 from pathlib import Path
+from typing import Any
 from ithaca.activations.store import open_store
 store = open_store("disk", device=torch.device("cpu"), scratch=Path({folder!r}))
 handle = store.put([torch.ones(1_000_000)])

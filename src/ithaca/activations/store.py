@@ -210,7 +210,7 @@ class Store(ABC):
     def report(self) -> StoreReport:
         """Counts and times since the last reset. Waits for copies under way: call it between steps."""
         with self._lock:
-            self._sweep()
+            self._drain()
             return StoreReport(
                 kind=self.kind,
                 medium=self.medium,
@@ -226,9 +226,9 @@ class Store(ABC):
             )
 
     def reset(self) -> None:
-        """Start the counts and times of `report` again. Kept tensors and buffers stay."""
+        """Start the counts and times of `report` again, once copies under way have ended. Kept tensors and buffers stay."""
         with self._lock:
-            self._sweep()
+            self._drain()
             self._zero()
 
     def close(self) -> None:
@@ -301,6 +301,10 @@ class Store(ABC):
             if entry is not None:
                 self._lingering.append(entry)
         self._lingering = [entry for entry in self._lingering if not self._discard(entry)]
+
+    def _drain(self) -> None:
+        """Sweep, and wait for what is still at work on entries nobody wants: its time belongs to what was counted."""
+        self._sweep()
 
     def _entry(self, handle: Handle) -> Any:
         if handle._store() is not self:
