@@ -16,7 +16,7 @@ from ithaca.planner.candidates import candidates
 from ithaca.planner.hardware import GPUS, parse_gpus
 from ithaca.planner.job import Job
 from ithaca.planner.memory import predict
-from ithaca.planner.search import NEARLY, _Asked, max_context, plan
+from ithaca.planner.search import LEANER, NEARLY, _Asked, _families, max_context, plan
 from ithaca.planner.speed import estimate
 from ithaca.planner.words import describe
 from ithaca.stack import Stack
@@ -44,6 +44,36 @@ def test_the_last_candidate_asks_least_of_the_gpu(model: str, gpus: str, disk: s
     asked = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4")
     others = [asked.look(stack) for stack in candidates(found.model, found.hardware, found.context, 1, {})]
     assert others[-1].peak <= NEARLY * min(each.peak for each in others)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "context"),
+    [("llama32_1b", "8xH100", "4M"), ("qwen3_32b", "8xH100", "64K"), ("llama3_8b", "2x8xH100", "4M")],
+)
+def test_a_family_is_judged_by_its_leanest(model: str, gpus: str, context: str):
+    """What lets the search leave out a family unseen: none in it needs much less, and all keep the same elsewhere."""
+    found = plan(model, context=context, gpus=gpus, disk="20TB", advise=False)
+    asked = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4")
+    families = _families(list(candidates(found.model, found.hardware, found.context, 1, {})))
+    assert len(families) == 11 and max(map(len, families)) > 4
+    for family in families:
+        looks = [asked.look(stack) for stack in family]
+        assert asked.leanest(family).peak <= LEANER * min(each.peak for each in looks)
+        assert len({(each.memory.host, each.memory.disk) for each in looks}) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_tokens_a_gpu_may_be_computed_again_too(rows: int):
+    """At 8K eight GPUs have 1,024 tokens each, fewer than the shortest tile."""
+    for recompute in ("keep_attention", "layer"):
+        found = plan("llama3_8b", context="8K", rows=rows, recompute=recompute, **EIGHT)
+        assert found.fits and found.stack.recompute == recompute and found.stack.tile is not None
+    assert plan("llama3_8b", context="8K", rows=rows, **EIGHT).fits
+
+
+def test_where_links_set_the_pace_nothing_is_computed_twice():
+    found = plan("llama3_8b", context="8K", gpus="2x8xH100-80GB")
+    assert found.speed.bound_by == "links" and found.stack.recompute == "none"
 
 
 def test_longer_needs_more_techniques():

@@ -41,12 +41,13 @@ def candidates(
 def _layers(model: ModelSizes, hardware: Hardware, tokens: int, base: dict[str, Any]) -> Iterator[Stack]:
     per_rank = -(-model.heads // base["ulysses"])
     stages = [n for n in range(1, per_rank) if per_rank % n == 0]
+    tiles = [each for each in TILES[:-1] if each is None or each < tokens] + [TILES[-1]]
     stores = ["gpu", "host"] + (["disk"] if hardware.disk else [])
     for recompute in _choices(base, "recompute", ["none", "keep_attention", "layer"]):
         for store in _choices(base, "store", stores):
             if recompute == "none" and store != "gpu":
                 continue
-            for tile in _choices(base, "tile", [each for each in TILES if each is None or each < tokens]):
+            for tile in _choices(base, "tile", tiles):
                 if (tile is None) != (recompute == "none") and "tile" not in base:
                     continue  # tiles are computed again, so keeping everything else brings nothing
                 for heads in _choices(base, "heads_per_stage", [None, *reversed(stages)]):

@@ -3,9 +3,9 @@
     plan("llama3_8b", gpus="8xH100-80GB", context="1M")
 
 Every combination of the stack's fields that can work is timed by arithmetic (speed.py), and in that order asked for its memory
-(memory.py) until one fits the GPU, the host and the disk. Where only the host or the disk is too small, upper layers keep theirs on
-the GPU, as many as it takes. Where the winner has no room to keep the attention output of every layer, it keeps that of as many as
-there is room for. Fields that are given stay as they are.
+(memory.py) until one fits the GPU, the host and the disk; of a family whose leanest does not, no other is asked. Where only the
+host or the disk is too small, upper layers keep theirs on the GPU, as many as it takes. Where the winner has no room to keep the
+attention output of every layer, it keeps that of as many as there is room for. Fields that are given stay as they are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .plan import HOST_SHARE, Plan
 from .speed import estimate
 
 NEARLY = 1.25  # where the last candidate is so much too large, none fits
+LEANER = 1.02  # the leanest of a family that was looked for needs at most so much more than the leanest there is
 CONTEXT_STEP = 2**16  # tokens: the longest context is found to this
 OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}
 
@@ -84,6 +85,7 @@ def plan(
     if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
         best = asked.keep_some(best, stacks)
     if not best.fits and advise:
+        best = asked.nearest(best, stacks)
         best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
     best.reasons = _reasons(asked, best, pinned)
     return best
@@ -134,6 +136,16 @@ class _Asked:
             self.lora,
         )
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the inputs of all layers, the least that waits for backward, are more than GPU, host and disk could take."""
+        hardware = self.hardware
+        if hardware.host is None:
+            return False
+        inputs = self.model.layers * self.context * self.rows / hardware.count * self.model.hidden * HALF
+        far = (HOST_SHARE * hardware.host + (hardware.disk or 0)) / hardware.ranks_per_node
+        return inputs > hardware.gpu.memory + far
+
     def look(self, stack: Stack) -> Plan:
         job = self.job(stack)
         found = Plan(
@@ -157,29 +169,52 @@ class _Asked:
             wide += self.model.heads * self.model.head_dim
         kept = self.context * self.rows / self.hardware.count * wide * HALF  # of one of the upper layers
         while not tried.fits:
-            share = max(share for name, share in tried.shares.items() if name != "GPU memory")
-            too_much = (tried.memory.host or tried.memory.disk) * (1 - 1 / share)
+            too_much = self.misplaced(tried)
             on_gpu += ceil(too_much / kept)
-            if share <= 1 or on_gpu >= layers or on_gpu * kept > found.budget - found.peak:
+            if not too_much or on_gpu >= layers or on_gpu * kept > found.budget - found.peak:
                 return found
             tried = self.look(replace(stack, store=(stack.far,) * (layers - on_gpu) + ("gpu",) * on_gpu))
         return tried
 
     def search(self, stacks: list[Stack]) -> Plan:
-        """The fastest that fits, or else the one that comes nearest."""
-        leanest = self.look(stacks[-1])  # they are listed so that the last one asks least of the GPU, or nearly so
-        if leanest.peak > NEARLY * leanest.budget:
-            return leanest
-        timed = sorted(stacks, key=lambda stack: estimate(self.job(stack), self.hardware).seconds)
-        least: Plan | None = None
-        for stack in timed:
+        """The fastest that fits, or else one that comes near."""
+        last = self.look(stacks[-1])
+        if last.peak > NEARLY * last.budget:
+            return last
+        far, near = [], []
+        for family in _families(stacks):
+            leanest = self.leanest(family)
+            if self.out_of_reach(leanest):
+                far.append(leanest)
+            else:
+                near += family
+        for stack in sorted(near, key=lambda stack: estimate(self.job(stack), self.hardware).order):
             found = self.fit(stack)
             if found.fits:
                 return found
-            if least is None or found.excess < least.excess:
-                least = found
-        assert least is not None
-        return least
+            far.append(found)
+        return min(far, key=lambda found: found.excess)
+
+    def leanest(self, family: list[Stack]) -> Plan:
+        """One head at a time may hold more than two: more stages wait for one another."""
+        return min(map(self.look, family[-2:]), key=lambda found: found.peak)
+
+    def out_of_reach(self, leanest: Plan) -> bool:
+        """Whether none of a family can fit, given its leanest: the host and the disk hold the same for all of them."""
+        too_much = self.misplaced(leanest)
+        if too_much and (leanest.stack.far == "gpu" or not self.may_mix):
+            return True
+        return leanest.peak / LEANER + too_much > leanest.budget
+
+    def misplaced(self, found: Plan) -> float:
+        """Bytes of a rank for which the host or the disk has no room."""
+        share = max([1.0, *(share for name, share in found.shares.items() if name != "GPU memory")])
+        return (found.memory.host or found.memory.disk) * (1 - 1 / share)
+
+    def nearest(self, found: Plan, stacks: list[Stack]) -> Plan:
+        """Nothing fits, and `found` comes near: of its family the one that comes nearest, and of those the fastest."""
+        family = next(family for family in _families(stacks) if found.stack in family)
+        return min(map(self.look, family), key=lambda each: (each.excess, each.speed.order))
 
     def keep_some(self, best: Plan, stacks: list[Stack]) -> Plan:
         """Of the fastest stack that fits with each store: keep attention in as many layers as fit. -> the fastest of all
@@ -202,6 +237,14 @@ class _Asked:
                 else:
                     high = middle
         return best
+
+
+def _families(stacks: list[Stack]) -> list[list[Stack]]:
+    """Those that differ in nothing but tiles and heads at a time."""
+    found: dict[Stack, list[Stack]] = {}
+    for stack in stacks:
+        found.setdefault(replace(stack, tile=None, heads_per_stage=None), []).append(stack)
+    return list(found.values())
 
 
 def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[str, Any, str]]:
@@ -270,6 +313,8 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
 
     def tried(recompute: str | None = None, **changes: Any) -> Plan | None:
         other = replace(asked, **changes)
+        if other.crowded:
+            return None
         fixed = pinned if recompute is None else {**pinned, "recompute": recompute}
         stacks = list(candidates(other.model, other.hardware, other.context, other.rows, fixed))
         found = other.search(stacks) if stacks else None
