@@ -103,6 +103,17 @@ def test_as_many_layers_keep_attention_as_there_is_room_for():
     assert Stack(recompute=found.stack.words("recompute")) == Stack(recompute=kept)
 
 
+def test_fewer_heads_at_a_time_where_that_lets_more_layers_keep_attention():
+    found = plan("llama3_8b", context="2M", gpus="8xH100-80GB", host="512GB")
+    assert found.fits and found.stack.heads_per_stage is not None and "keep_attention" in found.stack.recompute
+    asked, layers = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4"), found.model.layers
+    for heads in (None, 2, 1):
+        for keep in range(1, layers):
+            mixed = ("layer",) * (layers - keep) + ("keep_attention",) * keep
+            other = asked.fit(replace(found.stack, heads_per_stage=heads, recompute=mixed, store="host"))
+            assert not other.fits or other.speed.seconds >= found.speed.seconds
+
+
 def test_upper_layers_stay_on_the_gpu_where_the_host_is_too_small():
     options = dict(gpus="1xH200", context="1M", host="64GB")
     found = plan("llama32_1b", **options)

@@ -23,7 +23,7 @@ from .job import HALF, Job
 from .memory import predict
 from .model import ModelSizes, read_sizes
 from .plan import HOST_SHARE, Plan
-from .speed import estimate
+from .speed import Speed, estimate
 
 NEARLY = 1.25  # where the last candidate is so much too large, none fits
 LEANER = 1.02  # the leanest of a family that was looked for needs at most so much more than the leanest there is
@@ -146,10 +146,12 @@ class _Asked:
         far = (HOST_SHARE * hardware.host + (hardware.disk or 0)) / hardware.ranks_per_node
         return inputs > hardware.gpu.memory + far
 
+    def time(self, stack: Stack) -> Speed:
+        return estimate(self.job(stack), self.hardware)
+
     def look(self, stack: Stack) -> Plan:
-        job = self.job(stack)
         found = Plan(
-            self.model, self.hardware, self.context, self.rows, stack, predict(job), estimate(job, self.hardware), False,
+            self.model, self.hardware, self.context, self.rows, stack, predict(self.job(stack)), self.time(stack), False,
             self.optimizer, self.lora,
         )  # fmt: skip
         found.fits = not found.excess
@@ -188,7 +190,7 @@ class _Asked:
                 far.append(leanest)
             else:
                 near += family
-        for stack in sorted(near, key=lambda stack: estimate(self.job(stack), self.hardware).order):
+        for stack in sorted(near, key=lambda stack: self.time(stack).order):
             found = self.fit(stack)
             if found.fits:
                 return found
@@ -217,23 +219,33 @@ class _Asked:
         return min(map(self.look, family), key=lambda each: (each.excess, each.speed.order))
 
     def keep_some(self, best: Plan, stacks: list[Stack]) -> Plan:
-        """Of the fastest stack that fits with each store: keep attention in as many layers as fit. -> the fastest of all
+        """`best` attends twice in every layer: keep attention in as many as fit. -> the fastest of all
 
         The upper layers keep: backward reaches them first, and has freed what they kept by the time it computes a lower one again.
+        Fewer heads at a time leave room for more of them, so all are tried, each with the longest tiles that fit.
         """
-        layers = self.model.layers
+        layers, seen = self.model.layers, set()
+
+        def keeping(stack: Stack, some: int) -> Stack:
+            return replace(stack, recompute=("layer",) * (layers - some) + ("keep_attention",) * some)
+
         again = [stack for stack in stacks if stack.recompute == "layer"]
-        for store in dict.fromkeys(stack.store for stack in again):
-            found = self.search([stack for stack in again if stack.store == store])
+        for stack in sorted(again, key=lambda stack: self.time(stack).order):
+            kind = replace(stack, tile=None)
+            if kind in seen or self.time(keeping(stack, layers - 1)).seconds >= best.speed.seconds:
+                continue
+            if not self.fit(stack).fits:
+                continue
+            seen.add(kind)
             low, high = 0, layers  # with all layers it did not fit, or was not faster
-            while found.fits and high - low > 1:
+            while high - low > 1:
                 middle = (low + high) // 2
-                mixed = ("layer",) * (layers - middle) + ("keep_attention",) * middle
-                tried = self.fit(replace(found.stack, recompute=mixed, store=store))
-                if tried.fits:
+                mixed = keeping(stack, middle)
+                if self.time(mixed).seconds >= best.speed.seconds:
+                    low = middle  # too few to be worth a look
+                elif (tried := self.fit(mixed)).fits:
                     low = middle
-                    if tried.speed.seconds < best.speed.seconds:
-                        best = tried
+                    best = min(best, tried, key=lambda each: each.speed.seconds)
                 else:
                     high = middle
         return best
@@ -281,7 +293,10 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[st
     if stack.tile is not None or "tile" in pinned:
         because("tile", "the longest tiles that fit: norms, MLP and loss hold one tile at a time")
     if stack.heads_per_stage is not None or "heads_per_stage" in pinned:
-        because("heads_per_stage", "as many heads at a time as fit: attention buffers follow it")
+        why = "as many heads at a time as fit: attention buffers follow it"
+        if isinstance(stack.recompute, tuple):
+            why = "attention buffers follow it; more heads at a time would leave room for fewer attention outputs"
+        because("heads_per_stage", why)
     if stack.hold is not None:
         because(
             "hold",
