@@ -44,13 +44,14 @@ def plan(
     kernel: str | None = None,
     stack: Stack | None = None,
     advise: bool = True,
+    only_fit: bool = False,
     **pinned: Any,
 ) -> Plan:
     """The fastest stack that fits.
 
     model: a preset's name, a folder with config.json, or its sizes. gpus: "8xH100-80GB". host, disk: memory and scratch space of
-    one machine. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. pinned:
-    fields of Stack that must stay as given.
+    one machine. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit:
+    whether something fits, not the fastest. pinned: fields of Stack that must stay as given.
     """
     sizes = read_sizes(model) if isinstance(model, str) else model
     hardware = parse_gpus(gpus) if isinstance(gpus, str) else gpus
@@ -81,7 +82,11 @@ def plan(
             f"no stack is possible for {hardware.count} GPUs and rows={rows}{' with ' + given if given else ''}; free a field, or "
             "use another number of GPUs or rows"
         )
+    if only_fit and (lean := asked.fit(stacks[-1])).fits:
+        return lean
     best = asked.search(stacks)
+    if only_fit:
+        return best
     if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
         best = asked.keep_some(best, stacks)
     if not best.fits and advise:
@@ -93,23 +98,17 @@ def plan(
 
 def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
     """The plan of the longest context that fits, in multiples of `step` tokens."""
+
+    def fits(steps: int) -> bool:
+        return plan(model, gpus=gpus, context=steps * step, only_fit=True, **options).fits
+
     low, high = 0, 1
-    best: Plan | None = None
-    while high * step <= 2**30:
-        found = plan(model, gpus=gpus, context=high * step, advise=False, **options)
-        if not found.fits:
-            break
-        low, best, high = high, found, high * 2
-    if best is None:
-        return plan(model, gpus=gpus, context=step, **options)
-    while high - low > 1:
+    while high * step <= 2**30 and fits(high):
+        low, high = high, high * 2
+    while high - low > 1 and low:
         middle = (low + high) // 2
-        found = plan(model, gpus=gpus, context=middle * step, advise=False, **options)
-        if found.fits:
-            low, best = middle, found
-        else:
-            high = middle
-    return best
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return plan(model, gpus=gpus, context=max(low, 1) * step, **options)
 
 
 @dataclass
