@@ -33,7 +33,7 @@ def all_to_all(out: Tensor, send: Tensor, counts_out: list[int], counts_in: list
     """Exchange slices along dim 0: `counts_in[r]` of them go to rank r, `counts_out[r]` come from it. Asynchronous."""
     assert group.pg is not None and out.is_contiguous() and send.is_contiguous()
     assert sum(counts_in) == send.shape[0] and sum(counts_out) == out.shape[0] and out.shape[1:] == send.shape[1:]
-    if group.peerless:
+    if group.fake:
         return _sent_back((out,), (send,))
     size = prod(send.shape[1:])  # flat element counts: a slice of several dims is one run of memory
     work = dist.all_to_all_single(
@@ -47,7 +47,7 @@ def shift(tensors: tuple[Tensor, ...], ring: Group) -> Pending:
     """Pass tensors to the next rank of the ring and take those of the rank before. Asynchronous."""
     assert ring.pg is not None
     coming = tuple(torch.empty_like(t) for t in tensors)
-    if ring.peerless:
+    if ring.fake:
         return _sent_back(coming, tensors)
     after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
     operations = [dist.P2POp(dist.isend, t, group=ring.pg, group_peer=after) for t in tensors]

@@ -30,9 +30,14 @@ class Group:
     pg: dist.ProcessGroup | None
 
     @property
+    def fake(self) -> bool:
+        """Rank 0 of N on torch's fake process group: the others are not there."""
+        return self.pg is not None and dist.get_backend(self.pg) == "fake"
+
+    @property
     def peerless(self) -> bool:
-        """Nobody is there to talk to: one rank, or rank 0 of N on torch's fake process group."""
-        return self.pg is None or dist.get_backend(self.pg) == "fake"
+        """Nobody is there to talk to."""
+        return self.pg is None or self.fake
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ithaca.planner.job import Job
 from ithaca.planner.memory import predict
 from ithaca.planner.search import LEANER, NEARLY, _Asked, _families, max_context, plan
 from ithaca.planner.speed import estimate
-from ithaca.planner.words import describe
+from ithaca.planner.words import beside, describe
 from ithaca.stack import Stack
 
 EIGHT = dict(gpus="8xH100-80GB", host="2TB", disk="20TB")
@@ -312,6 +312,12 @@ def test_it_answers_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_plan_beside_what_came():
+    found = plan("llama32_1b", context="64K", gpus="1xH200")
+    said = beside(found, 2, found.allocated * 11 // 10, found.speed.seconds * 3)
+    assert said.startswith("plan: ") and "(+10.0%)" in said and said.endswith("s (+50.0%)")
 
 
 def test_a_plan_goes_straight_into_prepare():

@@ -111,6 +111,15 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
+def beside(plan: Plan, accumulation: int, peak: int, took: float) -> str:
+    """What was planned for a step, beside what came."""
+    memory, planned = plan.allocated, plan.speed.seconds * accumulation
+    return (
+        f"plan: {format_bytes(memory)} and {planned:.1f} s a step; measured: {format_bytes(peak)} "
+        f"({peak / memory - 1:+.1%}) and {took:.1f} s ({took / planned - 1:+.1%})"
+    )
+
+
 def seconds(value: float) -> str:
     if value >= 120:
         return f"{value / 60:.1f} min"

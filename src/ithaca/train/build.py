@@ -66,6 +66,10 @@ def is_preset(options: Model) -> bool:
     return options.folder in PRESETS and not Path(options.folder).is_dir()
 
 
+def model_name(options: Model) -> str:
+    return options.folder if is_preset(options) else Path(options.folder).name
+
+
 def _tables(parameters: Any) -> list[Any]:
     """Rotary settings; Gemma 3 has one table per kind of layer."""
     parts = [each for each in parameters.values() if isinstance(each, dict)]

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from .. import faults
 from ..config import dump
 from ..config.schema import Config, StackOptions
-from ..config.sizes import format_bytes
 from ..data.rows import Stream
 from ..evaluate.held_out import open_suite, pack_held_out
 from ..evaluate.publish import publish
@@ -46,11 +44,12 @@ from ..observe.stragglers import Stragglers
 from ..observe.text import Facts, headline
 from ..planner.plan import Plan
 from ..planner.shortage import gpu_shortage, host_shortage
+from ..planner.words import beside
 from ..redact import redacted
 from ..report import write_report
 from ..stack import Stack
 from .agreement import Agreement, from_first
-from .build import automatic_stack, is_preset, model_config, planned, prepared
+from .build import automatic_stack, model_config, model_name, planned, prepared
 from .device import device_of
 from .ends import Failed
 from .folder import RunFolder, unclean
@@ -254,11 +253,7 @@ class Trainer:
         if self.plan is None or record.gpu_peak is None or self.compared or record.step < 2:
             return
         self.compared = True
-        memory, seconds = self.plan.allocated, self.plan.speed.seconds * self.config.train.accumulation
-        self.display.say(
-            f"plan: {format_bytes(memory)} and {seconds:.1f} s a step; measured: {format_bytes(record.gpu_peak)} "
-            f"({record.gpu_peak / memory - 1:+.1%}) and {record.seconds:.1f} s ({record.seconds / seconds - 1:+.1%})"
-        )
+        self.display.say(beside(self.plan, self.config.train.accumulation, record.gpu_peak, record.seconds))
 
     compared = False
 
@@ -377,7 +372,7 @@ class Trainer:
         kernels = {kernel.name for kernel in run.kernels.chosen.values()}
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
         return Facts(
-            name=config.run.name, folder=config.run.folder, model=_model_name(config),
+            name=config.run.name, folder=config.run.folder, model=model_name(config.model),
             parameters=sum(p.numel() for p in parameters), trained=sum(p.numel() for p in parameters if p.requires_grad),
             dtype=config.model.dtype, context=config.data.context, rows=config.train.rows, steps=config.train.steps,
             devices=run.mesh.world.size, device=device, stack=self.stack, kernel=", ".join(sorted(kernels)),
@@ -401,7 +396,3 @@ class Trainer:
             if from_peers(type(error).__name__, cause):
                 cause = f"lost another rank ({cause})"
             self._status("failed", cause=cause, exit_code=code_of(error))
-
-
-def _model_name(config: Config) -> str:
-    return config.model.folder if is_preset(config.model) else Path(config.model.folder).name
