@@ -71,6 +71,21 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path, other: subprocess.Popen[str
     assert folder.holder() is None and folder.lock.read_text() == ""
 
 
+def test_halves_of_files_that_a_killed_process_left_go(tmp_path: Path):
+    """Killed between the new status and its name: what is beside the file is removed by whoever holds the folder next, or ends."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.evaluations.mkdir()
+    left = [folder.path / ".status.json.a1b2c3d4", folder.path / ".plan.json.x", folder.evaluations / ".step-5.json.y"]
+    kept = [folder.path / ".notes", folder.evaluations / "step-5.json"]
+    for path in (*left, *kept):
+        path.write_text("")
+    with folder.claim():
+        assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
+        left[0].write_text("")  # a rank of this run
+    assert not left[0].exists() and all(path.exists() for path in kept)
+
+
 def test_asking_who_holds_it_does_not_keep_a_run_out(tmp_path: Path):
     folder = RunFolder(tmp_path)
     folder.create()

@@ -131,10 +131,21 @@ class RunFolder:
             holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": _now()}
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(holder).encode(), 0)
+            self._sweep()
             yield file
+            self._sweep()
             os.ftruncate(file, 0)  # the file itself stays: removing it would let two runs lock two files of one name
         finally:
             os.close(file)  # drops the lock
+
+    def _sweep(self) -> None:
+        """Remove what processes left that were killed while they replaced a file. With the folder held, nobody is at it."""
+        halves = [
+            half for whole in (self.config, self.plan, self.status) for half in self.path.glob(f".{whole.name}.*")
+        ]
+        for half in (*halves, *self.evaluations.glob(".step-*.json.*")):
+            with suppress(OSError):
+                half.unlink()
 
     def holder(self) -> dict[str, Any] | None:
         """Who has the folder now, or None; {} if somebody has it but the name is not readable. Takes nothing."""
