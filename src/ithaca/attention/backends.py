@@ -12,6 +12,7 @@ returns gradients that are wrong by half their size, so every tensor is made con
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -212,6 +213,8 @@ class Flash4:
     def __init__(self) -> None:
         self.calls = Calls()
         self.probed: dict[tuple, str | None] = {}
+        # its compiler says at every compile that it does not know a type of its own: nobody can act on that
+        warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
 
     def problem(self, device, dtype, head_dim, windowed):
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
