@@ -20,8 +20,8 @@ from .job import HALF, HOLD_BYTES, PROJECTION_TILES, Job
 
 # (kernel, head size up to) -> share of the peak, forward and backward
 RATES = {
-    "fa4": {64: (0.554, 0.548), 256: (0.78, 0.74)},
-    "cudnn": {64: (0.45, 0.43), 256: (0.72, 0.647)},
+    "fa4": {64: (0.554, 0.548), 256: (0.68, 0.61)},
+    "cudnn": {64: (0.45, 0.43), 256: (0.60, 0.545)},
     "flash": {64: (0.30, 0.29), 256: (0.31, 0.33)},
 }
 OLDER = {64: (0.55, 0.45), 256: (0.62, 0.50)}  # flash on GPUs before Hopper, for which it was written
