@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,8 @@ def test_a_signal_before_the_first_step_leaves_at_once(launcher: Launcher, targe
         ranks[1].send_signal(signal.SIGUSR1)
     else:
         for each in (psutil.Process(process.pid), *ranks):
-            each.send_signal(signal.SIGTERM)
+            with suppress(psutil.NoSuchProcess):  # the launcher has passed it on, and the rank has gone
+                each.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     (launcher.folder / "slow_start").unlink(missing_ok=True)
     (launcher.folder / "wait_for_signal").unlink(missing_ok=True) if moment == "imports" else None
