@@ -1,7 +1,7 @@
 """Imported by every process that runs a test, workers included.
 
 On a CPU without bf16 instructions torch multiplies bf16 matrices one number after the other and warns: 0.1 GFLOP/s on a
-Neoverse N1, most of an hour for this suite. There the tests multiply in float32 and round the results, which is what such
+Neoverse N1, half an hour for this suite. There the tests multiply in float32 and round the results, which is what such
 instructions do. Other CPUs keep torch's kernels.
 """
 

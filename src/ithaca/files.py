@@ -40,3 +40,12 @@ def write_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def remove_halves(path: Path) -> None:
+    """Remove what `write_atomically` had beside `path` (its name may be a pattern) in processes that were killed.
+
+    Only for whoever alone may write there: a write under way looks the same."""
+    for half in path.parent.glob(f".{path.name}.*"):
+        with suppress(OSError):
+            half.unlink()

@@ -8,6 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from ..files import remove_halves
 from .files import LATEST, RUN, changed, published, run_of, step_of, touched, why_not
 
 log = logging.getLogger("ithaca")
@@ -55,7 +56,5 @@ def remove_unfinished(folder: Path) -> list[Path]:
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
     for name in (LATEST, RUN):
-        for path in Path(folder).glob(f".{name}.*"):
-            with suppress(OSError):
-                path.unlink()
+        remove_halves(Path(folder) / name)
     return gone

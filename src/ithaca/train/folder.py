@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import write_atomically
+from ..files import remove_halves, write_atomically
 
 CONTRACT = 1
 """Version of the layout; in every status.json."""
@@ -140,12 +140,8 @@ class RunFolder:
 
     def _sweep(self) -> None:
         """Remove what processes left that were killed while they replaced a file. With the folder held, nobody is at it."""
-        halves = [
-            half for whole in (self.config, self.plan, self.status) for half in self.path.glob(f".{whole.name}.*")
-        ]
-        for half in (*halves, *self.evaluations.glob(".step-*.json.*")):
-            with suppress(OSError):
-                half.unlink()
+        for path in (self.config, self.plan, self.status, self.evaluations / "step-*.json"):
+            remove_halves(path)
 
     def holder(self) -> dict[str, Any] | None:
         """Who has the folder now, or None; {} if somebody has it but the name is not readable. Takes nothing."""
