@@ -36,7 +36,7 @@ def expected(q, k, v, dout, seen, scale):
     return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, dout.double())
 
 
-@pytest.mark.parametrize("size", [16, 64, 128, 256])
+@pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(
     "lengths", [None, [[300, 1, 212]], [[300, 1, 212], [13, 400, 100]]], ids=["one", "packed", "rows"]

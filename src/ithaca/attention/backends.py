@@ -12,14 +12,18 @@ returns gradients that are wrong by half their size, so every tensor is made con
 from __future__ import annotations
 
 import importlib.util
+import logging
 import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .compiled import keep_compiled
 from .kernel import Calls, Kernel, merge
+from .probe import probe
 
+log = logging.getLogger("ithaca")
 aten = torch.ops.aten
 
 
@@ -86,7 +90,7 @@ class Cudnn:
     def problem(self, device, dtype, head_dim, windowed):
         if windowed:
             return "has no sliding window"
-        return _half_on_cuda(device, dtype, head_dim) or _probe(self, device, dtype, head_dim)
+        return _half_on_cuda(device, dtype, head_dim) or probe(self, device, dtype, head_dim, False)
 
     def forward(self, q, k, v, *, causal, scale, window):
         assert window is None
@@ -163,7 +167,7 @@ class Flash:
         self.probed: dict[tuple, str | None] = {}
 
     def problem(self, device, dtype, head_dim, windowed):
-        return _half_on_cuda(device, dtype, head_dim) or _probe(self, device, dtype, head_dim)
+        return _half_on_cuda(device, dtype, head_dim) or probe(self, device, dtype, head_dim, windowed)
 
     def forward(self, q, k, v, *, causal, scale, window):
         self.calls.forward += 1
@@ -205,7 +209,7 @@ class Flash:
 
 
 class Flash4:
-    """FlashAttention-4 (package flash-attn-4, CuTe DSL): the fastest on Hopper; compiled at first use, seconds per case."""
+    """FlashAttention-4 (package flash-attn-4, CuTe DSL): the fastest on Hopper; compiled at first use (compiled.py)."""
 
     name = "fa4"
     packed = True
@@ -219,7 +223,10 @@ class Flash4:
     def problem(self, device, dtype, head_dim, windowed):
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
             return "needs the package flash-attn-4, which is not installed"
-        return _half_on_cuda(device, dtype, head_dim) or _probe(self, device, dtype, head_dim)
+        unfit = _half_on_cuda(device, dtype, head_dim)
+        if unfit is None and (why := keep_compiled(torch.cuda.get_device_capability(device))):
+            log.info("FlashAttention-4 compiles anew in every process: %s", why)
+        return unfit or probe(self, device, dtype, head_dim, windowed)
 
     def forward(self, q, k, v, *, causal, scale, window):
         self.calls.forward += 1
@@ -289,24 +296,6 @@ def _half_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     if head_dim % 8 or head_dim > 256:
         return f"head_dim={head_dim} is not a multiple of 8 up to 256"
     return None
-
-
-def _probe(kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Run the kernel once on a few tokens: whether a build and a GPU support a case, only a call tells."""
-    key = (device, dtype, head_dim)
-    if key not in kernel.probed:
-        try:
-            q = torch.ones(1, 2, 128, head_dim, device=device, dtype=dtype)
-            k = q[:, :1].contiguous()
-            out, lse = kernel.forward(q, k, k, causal=True, scale=1.0, window=None)
-            kernel.backward(out, q, k, k, out, lse, causal=True, scale=1.0, window=None)
-            torch.cuda.synchronize(device)
-            kernel.probed[key] = None
-        except Exception as error:  # whatever an optional package or a driver raises is the reason, not our failure
-            why = (str(error).strip().splitlines() or [""])[0][:160]
-            kernel.probed[key] = f"does not run on this GPU ({type(error).__name__}: {why})"
-        kernel.calls = Calls()
-    return kernel.probed[key]
 
 
 def _window_sides(causal: bool, window: int | None) -> tuple[int | None, int | None]:
