@@ -18,9 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Two processes, a file of tests each: with one, half of two cores waits. Each has its own pool of ranks.
+# Two processes, a file of tests each: with one, half of two cores waits. Each has its own pool of ranks. The longest files go first
+# (tests/conftest.py), not those with most tests. Ranks that every start compiles anew would take longer to start: bytecode is kept.
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 # The long version of tests/faults: 4 ranks, every point, 50 random kills. About 20 minutes on 2 cores that are otherwise idle.
 faults: setup

@@ -12,6 +12,20 @@ import torch.distributed as dist
 
 from ithaca.workers import Workers
 
+# Files that take a minute or more. They go first: one that is begun last keeps one process busy while the other has nothing to do.
+LONGEST = (
+    "faults/test_runs.py",
+    "composition/test_families.py",
+    "composition/test_matrix.py",
+    "launch/test_two_hosts.py",
+    "train/test_train.py",
+    "planner/test_memory.py",
+    "planner/test_dry_run.py",
+    "faults/test_signals.py",
+    "contract/test_kept.py",
+    "faults/test_supervisor.py",
+)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
@@ -58,6 +72,8 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not torch.cuda.is_available():
         for item in gpu:

@@ -10,7 +10,8 @@ from ithaca.stack import Stack
 from ithaca.verify.case import Case, run_case
 from ithaca.verify.presets import PRESETS
 
-FULL = Stack(ulysses=2, ring=2, heads_per_stage=1, recompute="keep_attention", store="host", tile=101)
+FULL = Stack(ulysses=2, ring=2, heads_per_stage=1, recompute="keep_attention", store="host", tile=61)
+LENGTH = 331  # a rank has two tiles of it, and it is longer than two layers of the widest window reach
 PROBES = {
     "document leak",
     "logits",
@@ -24,7 +25,7 @@ PROBES = {
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_full_stack(workers, model):
-    case = Case(model, FULL, world=4, length=509)
+    case = Case(model, FULL, world=4, length=LENGTH)
     items = workers.run(run_case, case, world=4)[0]
     assert {item.name for item in items} >= PROBES
     windows = model in ("mistral", "mixtral", "gemma3")
@@ -38,9 +39,9 @@ def test_full_stack(workers, model):
 @pytest.mark.parametrize("store", ["gpu", "host", "disk", ("host", "gpu")])
 @pytest.mark.parametrize("tile", [None, 7])
 def test_streamed(workers, tile, store, recompute):
-    """Pieces, stages and exchanges together: with a tile of 7 a rank's tokens are several pieces."""
+    """Pieces, stages and exchanges together: with a tile of 7 a rank's 84 tokens are two pieces."""
     stack = Stack(ulysses=2, heads_per_stage=1, recompute=recompute, store=store, tile=tile, engine="streamed")
-    case = Case("gemma3", stack, world=2, length=331, rows=2)
+    case = Case("gemma3", stack, world=2, length=167, rows=2)
     items = workers.run(run_case, case, ("logits", "plain", "packed"), world=2)[0]
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 
@@ -65,7 +66,7 @@ def test_layers_recompute_differently(workers, recompute):
 def test_layers_keep_in_different_places(workers, model, store, more):
     """With adapters in one of them; around a ring and between heads, as all others."""
     stack = replace(FULL, store=store, **more)
-    case = Case(model, stack, world=4, length=509, lora=model == "llama3")
+    case = Case(model, stack, world=4, length=LENGTH, lora=model == "llama3")
     items = workers.run(run_case, case, ("logits", "plain", "packed"), world=4)[0]
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 

@@ -129,14 +129,14 @@ def test_a_slice_keeps_what_the_whole_keeps_in_the_same_shares():
 
 
 def test_what_a_rank_keeps_is_where_it_belongs():
-    found = dry_run(Case(config(), Stack(ulysses=4, store="host", tile=256), 8192, world=4))
+    found = dry_run(Case(config(), Stack(ulysses=4, store="host", tile=1024), 8192, world=4))
     weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config()).parameters())
     for phase in ("load", "forward", "loss", "backward", "step"):
         assert found.phases[phase]["parameters"] == pytest.approx(4 * weights / 4, rel=0.01)
         assert set(found.phases[phase]) <= set(CATEGORIES)
     assert found.phases["backward"]["optimizer"] == pytest.approx(8 * weights / 4, rel=0.01)
     assert found.phases["step"]["gradients"] == pytest.approx(4 * weights / 4, rel=0.01)
-    large = Case(config(vocab_size=8192), Stack(shard_parameters=False, tile=256), 8192)  # enough for a line of its own
+    large = Case(config(vocab_size=8192), Stack(shard_parameters=False, tile=2048), 8192)  # worth a line of its own
     assert {"the weights", "the optimizer's states"} <= set(dry_run(large).lines["backward"])
     tokens = 8192 // 4
     kept = (
@@ -151,10 +151,10 @@ def test_each_technique_takes_something_away():
         Stack(engine="composed", recompute="none", tile=None, shard_parameters=False),
         Stack(engine="composed", recompute="none", tile=None, ulysses=4),
         Stack(engine="composed", recompute="layer", tile=None, ulysses=4),
-        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4),
-        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4, store="host"),
-        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4, store="host", heads_per_stage=1),
-        Stack(tile=1024, ulysses=4, store="host", heads_per_stage=1, hold=False),
+        Stack(engine="composed", recompute="layer", tile=2048, ulysses=4),
+        Stack(engine="composed", recompute="layer", tile=2048, ulysses=4, store="host"),
+        Stack(engine="composed", recompute="layer", tile=2048, ulysses=4, store="host", heads_per_stage=1),
+        Stack(tile=2048, ulysses=4, store="host", heads_per_stage=1, hold=False),
     ]
     peaks = [peak_of(stack, 2**15, world=stack.ulysses).peak for stack in ladder]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
@@ -163,7 +163,7 @@ def test_each_technique_takes_something_away():
 @pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma3_text"])
 def test_families(family: str):
     found = dry_run(
-        Case(config(family), Stack(ulysses=2, ring=2, heads_per_stage=1, tile=256, store="disk"), 4096, world=4)
+        Case(config(family), Stack(ulysses=2, ring=2, heads_per_stage=1, tile=512, store="disk"), 4096, world=4)
     )
     assert found.peak > 0 and found.disk > 0 and found.host == 0
     assert sum(found.phases["backward"].values()) > sum(found.phases["load"].values())

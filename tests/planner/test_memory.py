@@ -33,7 +33,8 @@ CASES = [
     ("llama32_1b", 64 * K, 1, Stack(tile=8192), 0, "fa4"),
     ("llama32_3b", 128 * K, 1, Stack(heads_per_stage=12, store="host", tile=16384), 0, "cudnn"),
     ("llama3_8b", 512 * K, 8, Stack(ulysses=8, heads_per_stage=1, store="host", tile=16384), 0, "fa4"),
-    ("llama3_8b", 512 * K, 8, Stack(ulysses=8, heads_per_stage=1, store="host", engine="composed", recompute="layer"), 0, "fa4"),
+    ("llama3_8b", 512 * K, 8, Stack(ulysses=8, heads_per_stage=1, tile=8192, store="host", engine="composed", recompute="layer"),
+     0, "fa4"),
     # upper layers on the GPU beside a store; and where backward gathers the embedding ahead of its first layer
     ("llama3_8b", 64 * K, 4, Stack(ulysses=4, store="1 host + 2 gpu", hold=False, recompute="layer"), 0, "fa4"),
     ("llama3_8b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=4, store="1 disk + 2 gpu"), 0, "fa4"),
