@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from ithaca.attention.backends import Cpu
-from ithaca.attention.probe import probe
+from ithaca.attention.probe import WrongKernel, check, probe
 
 CPU = torch.device("cpu")
 
@@ -18,6 +20,7 @@ class Probed(Cpu):
         super().__init__()
         self.spoiled, self.by, self.runs = spoiled, by, 0
         self.probed: dict[tuple, str | None] = {}
+        self.checked: set[tuple] = set()
 
     def forward(self, *given, **named):
         self.runs += 1
@@ -66,3 +69,72 @@ def test_one_that_does_not_run_says_why_and_is_asked_once():
         said = probe(kernel, CPU, torch.float32, 64, False)
         assert said == "does not run on this GPU (NotImplementedError: no such tile)"
     assert kernel.runs == 1
+
+
+class Packed(Probed):
+    """With documents in one call, as FlashAttention-4 has them, each its own."""
+
+    def each(self, bounds):
+        edges = bounds.tolist()
+        return [slice(a, b) for a, b in pairwise(edges)]
+
+    def forward_packed(self, q, k, v, *, bounds, longest, **named):
+        parts = [self.forward(*(t[:, :, d] for t in (q, k, v)), causal=True, **named) for d in self.each(bounds)]
+        return tuple(torch.cat(each, 2) for each in zip(*parts, strict=True))
+
+    def backward_packed(self, *given, bounds, longest, **named):
+        parts = [self.backward(*(t[:, :, d] for t in given), causal=True, **named) for d in self.each(bounds)]
+        return tuple(torch.cat(each, 2) for each in zip(*parts, strict=True))
+
+
+MASKS = [
+    (True, None, False),
+    (False, None, False),
+    (True, 3, False),
+    (False, 3, False),
+    (True, None, True),
+    (True, 3, True),
+]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("causal", "window", "packed"), MASKS)
+def test_each_kind_is_compared_when_it_is_first_used(causal, window, packed, group, backward):
+    q, k = torch.empty(1, 2 * group, 5, 16), torch.empty(1, 2, 5, 16)
+    mask = dict(causal=causal, window=window, packed=packed, backward=backward)
+    right = Packed()
+    right.calls.forward = 7
+    for _ in range(2):
+        check(right, q, k, **mask)
+    assert right.runs == (3 if packed else 1) and right.calls.forward == 7 and right.calls.backward == 0
+    with pytest.raises(WrongKernel, match=r"cpu computes wrong outputs for head_dim=16 .*; remedy: another kernel"):
+        check(Packed(0), q, k, **mask)
+    for spoiled in (1, 2, 3):
+        if backward:
+            with pytest.raises(WrongKernel, match=rf"wrong gradients .*, {group} query heads to a KV head"):
+                check(Packed(spoiled), q, k, **mask)
+        else:
+            check(Packed(spoiled), q, k, **mask)
+
+
+def test_another_kind_is_another_question():
+    kernel, k = Packed(), torch.empty(1, 1, 5, 16)
+    mask = dict(causal=True, window=None, packed=False, backward=False)
+    for changes in ({}, {"causal": False}, {"window": 9}, {"window": 8}, {"packed": True}, {"backward": True}):
+        check(kernel, torch.empty(1, 2, 5, 16), k, **{**mask, **changes})
+    assert len(kernel.checked) == 5, "windows of any width are one kernel"
+    check(kernel, torch.empty(1, 3, 5, 16), k, **mask)
+    check(kernel, torch.empty(1, 2, 5, 16).bfloat16(), k, **mask)
+    assert len(kernel.checked) == 7
+
+
+def test_a_kernel_that_checks_itself_is_passed_over_with_the_same_words():
+    class Careful(Probed):
+        def backward(self, dout, q, k, *given, **named):
+            check(self, q, k, causal=named["causal"], window=named["window"], packed=False, backward=True)
+            return super().backward(dout, q, k, *given, **named)
+
+    assert probe(Careful(2), CPU, torch.float32, 64, False) == (
+        "computes wrong gradients for head_dim=64 on this GPU (off by 20%)"
+    )

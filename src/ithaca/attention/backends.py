@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .compiled import keep_compiled
 from .kernel import Calls, Kernel, merge
-from .probe import probe
+from .probe import check, probe
 
 log = logging.getLogger("ithaca")
 aten = torch.ops.aten
@@ -217,6 +217,7 @@ class Flash4:
     def __init__(self) -> None:
         self.calls = Calls()
         self.probed: dict[tuple, str | None] = {}
+        self.checked: set[tuple] = set()
         # its compiler says at every compile that it does not know a type of its own: nobody can act on that
         warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
 
@@ -229,20 +230,24 @@ class Flash4:
         return unfit or probe(self, device, dtype, head_dim, windowed)
 
     def forward(self, q, k, v, *, causal, scale, window):
+        check(self, q, k, causal=causal, window=window, packed=False, backward=False)
         self.calls.forward += 1
         return self._forward(q, k, v, causal, scale, window)
 
     def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+        check(self, q, k, causal=causal, window=window, packed=False, backward=True)
         self.calls.backward += 1
         return self._backward(dout, q, k, v, out, lse, causal, scale, window)
 
     def forward_packed(self, q, k, v, *, bounds: Tensor, longest: int, scale: float, window: int | None):
+        check(self, q, k, causal=True, window=window, packed=True, backward=False)
         self.calls.forward += 1
         varlen = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         out, lse = self._forward(q, k, v, True, scale, window, **varlen)
         return out, lse
 
     def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window):
+        check(self, q, k, causal=True, window=window, packed=True, backward=True)
         self.calls.backward += 1
         varlen = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         return self._backward(dout, q, k, v, out, lse, True, scale, window, **varlen)
