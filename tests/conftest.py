@@ -12,6 +12,11 @@ import torch.distributed as dist
 
 from ithaca.workers import Workers
 
+# What the ranks of most tests import, so that the server they are forked from does it once.
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "olmo2")
+PRELOAD = ["pytest", "peft", "ithaca.train.phases", "ithaca.verify.case"]
+PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
+
 # Files that take a minute or more. They go first: one that is begun last keeps one process busy while the other has nothing to do.
 LONGEST = (
     "faults/test_runs.py",
@@ -44,7 +49,7 @@ def no_group_outlives_its_file() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
     """Up to eight gloo ranks on CPU. Processes start at the first run and are reused by every test of the session."""
-    with Workers(8) as pool:
+    with Workers(8, preload=PRELOAD) as pool:
         yield pool
 
 

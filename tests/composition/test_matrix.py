@@ -44,4 +44,6 @@ def test_the_matrix_covers_what_it_claims():
     assert any(case.stack.replicate > 1 for case in CASES)
     assert any(case.world > case.stack.context_ranks * case.stack.replicate for case in CASES)  # data-parallel shards
     assert any(case.rows > 1 for case in CASES)
-    assert all(case.length == 1021 for case in CASES)
+    long = [case for case in CASES if case.length == 1021]
+    assert {case.model for case in long} == set(AXES["model"]) and {case.stack.context_ranks for case in long} >= {1, 8}
+    assert {case.length for case in CASES} == {1021, 509}  # primes: neither ranks nor tiles divide them

@@ -25,7 +25,7 @@ SHORT = [
     "train.steps=6",
 ]
 ASKING = ["eval.every=2", "eval.rows=3", "eval.sources=[{synthetic: needles}]", "eval.tasks=needle,multi_key"]
-ASKING += ["eval.samples=3", "eval.depths=3", "eval.lengths=100,300", "log.tensorboard=true"]
+ASKING += ["eval.samples=2", "eval.depths=3", "eval.lengths=100,200", "log.tensorboard=true"]
 
 
 def run_once(folder: str, more: list[str]) -> tuple[int, bytes]:
@@ -64,7 +64,7 @@ def test_training_is_bit_identical_with_and_without_it(workers: Workers, tmp_pat
     assert all(set(line) >= {"held_out", "needle", "needle_longest", "multi_key"} for line in evaluated)
     record = json.loads((tmp_path / "with" / "eval" / "step-6.json").read_text())
     assert record["step"] == 6 and record["language"] == "pairs"
-    assert record["needle"]["lengths"] == [100, 300] and record["needle"]["depths"] == [0.0, 0.5, 1.0]
+    assert record["needle"]["lengths"] == [100, 200] and record["needle"]["depths"] == [0.0, 0.5, 1.0]
     assert [len(row) for row in record["needle"]["accuracy"]] == [3, 3]
     with_loss = [line for line in metrics["with"] if "eval_loss" in line]
     assert [line["eval_loss"] for line in with_loss] == [line["held_out"] for line in evaluated]

@@ -151,10 +151,10 @@ def test_each_technique_takes_something_away():
         Stack(engine="composed", recompute="none", tile=None, shard_parameters=False),
         Stack(engine="composed", recompute="none", tile=None, ulysses=4),
         Stack(engine="composed", recompute="layer", tile=None, ulysses=4),
-        Stack(engine="composed", recompute="layer", tile=2048, ulysses=4),
-        Stack(engine="composed", recompute="layer", tile=2048, ulysses=4, store="host"),
-        Stack(engine="composed", recompute="layer", tile=2048, ulysses=4, store="host", heads_per_stage=1),
-        Stack(tile=2048, ulysses=4, store="host", heads_per_stage=1, hold=False),
+        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4),
+        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4, store="host"),
+        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4, store="host", heads_per_stage=1),
+        Stack(tile=1024, ulysses=4, store="host", heads_per_stage=1, hold=False),
     ]
     peaks = [peak_of(stack, 2**15, world=stack.ulysses).peak for stack in ladder]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)

@@ -17,15 +17,11 @@ NOISE = 6e6  # allocator, threads
 @pytest.mark.parametrize(
     ("experts", "dtype"), [(0, torch.float32), (8, torch.bfloat16)], ids=["as stored", "experts, bf16 to fp32"]
 )
-def test_the_peak_is_the_shard_and_one_tensor(workers: Workers, tmp_path: Path, experts: int, dtype: torch.dtype):
+def test_the_peak_is_the_shard_and_one_tensor(tmp_path: Path, experts: int, dtype: torch.dtype):
     shape = dict(layers=3, hidden=512, vocabulary=16000, experts=experts)
     write(tmp_path, shape, dtype)
-    for _ in range(3):
-        ranks = workers.run(fill, str(tmp_path), shape, "meta", world=2)
-        for found in ranks:
-            assert found["model"] > 9e7 and found["shard"] < 0.55 * found["model"]
-            assert found["peak"] < found["shard"] + found["tensor"] + NOISE
-        # meanwhile the kernel may take back pages that the process had not used for long; then it seems to grow too little
-        if all(found["shard"] * 0.9 < found["peak"] for found in ranks):
-            return
-    raise AssertionError(f"the peak was not even the shard, three times: {ranks}")
+    with Workers(2) as fresh:  # in processes that have run other tests before, some of it was there already
+        ranks = fresh.run(fill, str(tmp_path), shape, "meta")
+    for found in ranks:
+        assert found["model"] > 9e7 and found["shard"] < 0.55 * found["model"]
+        assert found["shard"] * 0.9 < found["peak"] < found["shard"] + found["tensor"] + NOISE

@@ -8,7 +8,6 @@ own, and must stay below 1.2 (a single parameter's gradient below 1.5).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,10 +81,9 @@ class Session:
         self.case = case
         self.first = not dist.is_initialized() or dist.get_rank() == 0
         self.config = self._config()
-        original = self._model(self.config)
-        self.reference = Reference(original, case.dtype, case.device) if self.first else None
+        own = self._model(self.config)
+        self.reference = Reference(own, case.dtype, case.device) if self.first else None  # has a copy of its own
         dtype = getattr(torch, case.dtype)
-        own = copy.deepcopy(original)
         if case.world == 1 and not case.stack.shard_parameters:
             cast_parameters(own, dtype)  # without FSDP2 nothing casts them while computing
         self.run = prepare(own, case.stack, device=case.device, dtype=dtype, scratch=case.scratch)
