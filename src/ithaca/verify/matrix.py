@@ -85,11 +85,9 @@ def _gain(row: Row, axis: str, missing: set[Pair], rng: random.Random) -> Callab
     return gain
 
 
-def cases(rows: Iterable[Row], world: int, long: int = 1021, short: int = 509) -> list[Case]:
-    """Cases with as many ranks as the stack needs, doubled for data parallelism where the world has room.
-
-    Each model has one long case: the untouched model beside it takes long, by the square of the length."""
-    found: list[Case] = []
+def cases(rows: Iterable[Row], world: int, length: int = 1021) -> list[Case]:
+    """Cases with as many ranks as the stack needs, doubled for data parallelism where the world has room."""
+    found = []
     for number, row in enumerate(rows):
         stack = Stack(**{name: row[name] for name in Stack.__dataclass_fields__ if name in row})
         ranks = stack.context_ranks
@@ -97,7 +95,6 @@ def cases(rows: Iterable[Row], world: int, long: int = 1021, short: int = 509) -
             ranks *= 2
             if stack.shard_parameters and number % 4 == 1:
                 stack = Stack(**{**stack.__dict__, "replicate": 2})
-        length = short if any(case.model == row["model"] for case in found) else long
         found.append(
             Case(
                 model=row["model"], stack=stack, world=ranks, length=length, packed=row["packed"], lora=row["lora"],
