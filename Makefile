@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Two processes, a file of tests each: with one, half of two cores waits. Each has its own pool of ranks. The longest files go first
-# (tests/conftest.py), not those with most tests. Ranks that every start compiles anew would take longer to start: bytecode is kept.
+# (tests/conftest.py), not those with most tests. Bytecode is kept, or every rank compiles the package.
 test: lint
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ithaca.model.families import FAMILIES
 from ithaca.workers import Workers
 
 # What the ranks of most tests import, so that the server they are forked from does it once.
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "olmo2")
 PRELOAD = ["pytest", "peft", "ithaca.train.phases", "ithaca.verify.case"]
-PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
+PRELOAD += ["transformers.models.{0}.modeling_{0}".format(kind.removesuffix("_text")) for kind in FAMILIES]
 
 # Files that take a minute or more. They go first: one that is begun last keeps one process busy while the other has nothing to do.
 LONGEST = (

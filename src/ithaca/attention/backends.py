@@ -226,7 +226,9 @@ class Flash4:
             return "needs the package flash-attn-4, which is not installed"
         unfit = _half_on_cuda(device, dtype, head_dim)
         if unfit is None and (why := keep_compiled(torch.cuda.get_device_capability(device))):
-            log.info("FlashAttention-4 compiles anew in every process: %s", why)
+            log.info(
+                "FlashAttention-4 compiles anew in every process: %s (XDG_CACHE_HOME may name another folder)", why
+            )
         return unfit or probe(self, device, dtype, head_dim, windowed)
 
     def forward(self, q, k, v, *, causal, scale, window):

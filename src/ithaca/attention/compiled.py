@@ -32,10 +32,9 @@ def keep_compiled(capability: tuple[int, int], environ: MutableMapping[str, str]
         folder = folder.resolve()
         problem = _open_to_others(folder) or _cannot_lock(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        problem = str(error)
-    else:
-        if problem is None:
-            environ[ENABLED], environ[FOLDER] = "1", str(folder)
+        return str(error)
+    if problem is None:
+        environ[ENABLED], environ[FOLDER] = "1", str(folder)
     return problem
 
 
