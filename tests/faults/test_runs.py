@@ -31,6 +31,7 @@ from ithaca.storage.files import latest, published, verify
 from ithaca.workers import Workers
 
 from .test_signals import run_once, weights
+from .test_supervisor import ranks_of
 
 LONG = os.environ.get("ITHACA_FAULTS") == "long"
 WORLD = 4 if LONG else 2
@@ -47,7 +48,7 @@ if LONG:
         "kill@0:8:save.before_rename",
     ]
     FAULTS += ["stop@2:9:bwd", "gil@1:10:fwd", "exit@3:11:optim"]
-# seven starts of torch, one after the other: 130 s on two slow cores, twice that beside others
+# eight attempts, one after the other: about a minute on two slow cores, twice that beside others
 pytestmark = pytest.mark.timeout(3600 if LONG else 900)
 # Python that the kernel kills with the test: one that is killed itself would leave a run behind that restarts a thousand times
 TIED = [
@@ -83,7 +84,7 @@ class Story:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
+        return ranks_of(self.process.pid)
 
     @property
     def text(self) -> str:
@@ -157,11 +158,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
         mine.start()
         mine.wait_for_training()
-        ranks = mine.ranks
+        family = psutil.Process(mine.process.pid).children(
+            recursive=True
+        )  # ranks, and the template they were forked from
         mine.process.kill()
         mine.end()
-        psutil.wait_procs(ranks, timeout=5)
-        mine.survivors += [each.pid for each in ranks if each.is_running()]
+        psutil.wait_procs(family, timeout=5)
+        mine.survivors += [each.pid for each in family if each.is_running()]
         mine.check()
 
         mine.start()

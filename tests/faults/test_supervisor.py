@@ -1,5 +1,6 @@
 """Attempts of a run on one machine, with real processes. The ranks here are a loop without torch, so that each case takes a second
-or two: they walk through steps, wait for each other, save what they have done, and break as told. test_runs.py has real runs.
+or two: they walk through steps, wait for each other, save what they have done, and break as told. As in a real run they are forks
+of a template. test_runs.py has real runs, launch/test_local.py ranks that are started one by one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ LAUNCH = """
 import json, sys
 from ithaca.config.schema import Launch, Timeouts
 from ithaca.launch.supervise import supervise
+from ithaca.launch.template import Template
 from ithaca.train.folder import RunFolder
 options = json.loads(sys.argv[1])
 launch = Launch(restarts=options["restarts"], timeouts=Timeouts(**options["timeouts"]))
-code = supervise([sys.executable, *sys.argv[2:]], RunFolder("run"), launch, options["workers"])
+command = [sys.executable, *sys.argv[2:]]
+code = supervise(command, RunFolder("run"), launch, options["workers"], Template(command))
 assert "torch" not in sys.modules  # the launcher stays small
 sys.exit(code)
 """
@@ -34,8 +37,11 @@ sys.exit(code)
 RANK = '''
 import os, sys, time
 from pathlib import Path
+if "ITHACA_TEMPLATE" in os.environ:
+    from ithaca.launch.template import serve
+    serve(["ithaca.faults", "ithaca.launch.pulse", "ithaca.train.folder"])
 slow = Path("slow_start")
-while slow.exists(): time.sleep(0.02)  # imports take seconds in a real run
+while slow.exists(): time.sleep(0.02)  # what comes before the first sign of life takes seconds in a real run
 from ithaca import faults
 from ithaca.config.schema import Timeouts
 from ithaca.launch import pulse, stop
@@ -121,10 +127,9 @@ class Launcher:
 
     def ranks(self, count: int = 3) -> list[psutil.Process]:
         assert self.process is not None
-        mine = psutil.Process(self.process.pid)
-        wait_until(lambda: self.process.poll() is not None or len(mine.children()) == count)
+        wait_until(lambda: self.process.poll() is not None or len(ranks_of(self.process.pid)) == count)
         assert self.process.poll() is None, self.process.stderr.read()
-        return mine.children()
+        return ranks_of(self.process.pid)
 
     def ready(self, count: int = 3) -> None:
         for rank in range(count):
@@ -145,6 +150,15 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
             each.kill()
     ours = [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(tmp_path)]
     assert not ours, "processes are left behind"
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    """Its children but the template."""
+    found = []
+    for child in psutil.Process(launcher).children():
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if child.name().startswith("ithaca rank") else []
+    return found
 
 
 def wait_until(condition, seconds: float = 20.0) -> None:

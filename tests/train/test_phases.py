@@ -15,8 +15,9 @@ from ithaca.data.needles import Needles
 from ithaca.evaluate.opening import find_model
 from ithaca.observe import read_metrics
 from ithaca.train import trainer
+from ithaca.train.curriculum import phase_at, phase_configs
 from ithaca.train.optim import learning_rate
-from ithaca.train.phases import phase_at, phase_configs, train_in_phases
+from ithaca.train.phases import train_in_phases
 from ithaca.workers import Workers
 
 from .test_train import hashes_of, losses

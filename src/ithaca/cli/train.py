@@ -16,8 +16,20 @@ from ..config import Config, load, missing
 from ..launch import find_job, start
 from ..launch.exits import DATA
 from ..stack import require
+from ..train.curriculum import phase_configs
 from ..train.ends import Failed
 from ..train.presets import PRESETS
+
+# What every rank imports: none of it starts a thread or touches a GPU.
+PRELOAD = (
+    "ithaca.train.phases",
+    "ithaca.train.trainer",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.masking_utils",
+)
 
 
 def add_train(verbs: Any) -> None:
@@ -76,21 +88,19 @@ def run_train(options: argparse.Namespace) -> int:
         return train_in_phases(config, loaded.text, one)
 
     if find_job(os.environ) is None:  # workers that we start, or that others started, come here again as ranks
-        from ..train.phases import phase_configs
-
         for part in phase_configs(config):
             pack_before(part, options.quiet)
-    return start(config, train_here)
+    return start(config, train_here, preload=PRELOAD)
 
 
 def pack_before(config: Config, quiet: bool) -> None:
-    from ..train.samples import needs_packing, pack_sources
-
     if config.eval.every is not None:
         from ..evaluate.held_out import check_evaluation
 
         check_evaluation(config, (lambda line: None) if quiet else print)
-    if needs_packing(config):
+    if config.data.is_packed:
+        from ..train.samples import pack_sources
+
         try:
             pack_sources(config, (lambda line: None) if quiet else print)
         except (ValueError, OSError) as error:

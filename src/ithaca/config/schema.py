@@ -128,6 +128,11 @@ class Data:
     eos: bool = option(True, "End every document with the tokenizer's end-of-sequence token.")
     seed: int = option(0, "Of the order of rows, which depends on nothing else.", least=0)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether there is anything but synthetic data."""
+        return self.packed is not None or any(source.synthetic is None for source in self.sources)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions(Stack):

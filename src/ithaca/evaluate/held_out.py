@@ -18,7 +18,7 @@ from ..launch.exits import DATA
 from ..train.build import model_config
 from ..train.ends import Failed
 from ..train.folder import RunFolder
-from ..train.samples import needs_packing, open_stream, pack_sources
+from ..train.samples import open_stream, pack_sources
 from .languages import Ids, Language, Pairs, Words
 from .suite import Suite, make_suite
 
@@ -38,7 +38,7 @@ def held_out_config(config: Config) -> Config | None:
 def pack_held_out(config: Config, say: Callable[[str], None]) -> None:
     """Before any rank starts: tokenise held-out files that are not packed yet."""
     held_out = held_out_config(config)
-    if held_out is not None and needs_packing(held_out):
+    if held_out is not None and held_out.data.is_packed:
         pack_sources(held_out, say)
 
 

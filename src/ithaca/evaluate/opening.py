@@ -70,7 +70,7 @@ def _phase(config: Config, step: int) -> list[str]:
     """Of a run in phases, what the phase that made this checkpoint changes, as overrides."""
     if not config.phases:
         return []
-    from ..train.phases import phase_at  # brings torch
+    from ..train.curriculum import phase_at
 
     phase = phase_at(config, step)
     found = ["phases=[]", f"data.context={phase.data.context}", f"train.steps={phase.train.steps}"]

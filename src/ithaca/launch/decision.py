@@ -28,11 +28,12 @@ from ..stack import require
 from ..train.folder import RunFolder
 from . import exits, pulse
 from .cause import Failure, last_line, report
-from .environment import Job, find_job
+from .environment import TEMPLATE, Job, find_job
 from .peers import watch_peers, watch_self
-from .process import say, tie_to_launcher
+from .process import say, set_name, tie_to_launcher
 from .stop import Stop, StoppedEarly, listen
 from .supervise import supervise
+from .template import Template, serve
 
 Function = str | Callable[[Config], int]
 
@@ -45,13 +46,24 @@ class Plan:
     workers: int
 
 
-def start(config: Config, function: Function, command: Sequence[str] | None = None, *, timeout: float = 600.0) -> int:
+def start(
+    config: Config,
+    function: Function,
+    command: Sequence[str] | None = None,
+    *,
+    timeout: float = 600.0,
+    preload: Sequence[str] = (),
+) -> int:
     """Call `function(config)`, which returns an exit code, in every process of the run; return the exit code of all.
 
     function: a callable, or "module:name", which the launcher itself then need not import.
     command: what a worker runs: a command that comes back here with the same arguments. Default: what this process was started
     with, flags of Python included. timeout: seconds until all ranks must have found each other.
+    preload: modules that every rank needs. Where they are given, workers are forks of one process that has imported them; importing
+    them must start no thread and touch no GPU.
     """
+    if TEMPLATE in os.environ:
+        serve(preload)  # from here on a worker
     job = find_job(os.environ)
     if job is not None:
         return _as_rank(config, function, job, timeout)
@@ -63,7 +75,9 @@ def start(config: Config, function: Function, command: Sequence[str] | None = No
     require(violations(replace(config, launch=sized)), f"the configuration cannot be used on {plan.workers} devices")
     if plan.workers == 1:
         return _alone(config, function)
-    return supervise(command, RunFolder(config.run.folder), config.launch, plan.workers)
+    return supervise(
+        command, RunFolder(config.run.folder), config.launch, plan.workers, Template(command) if preload else None
+    )
 
 
 def plan_workers(config: Config) -> Plan:
@@ -104,6 +118,7 @@ def _alone(config: Config, function: Function) -> int:
 def _as_rank(config: Config, function: Function, job: Job, timeout: float) -> int:
     if job.kind in ("local", "torchrun"):
         tie_to_launcher(os.environ)
+        set_name(f"ithaca rank {job.rank}")
     stop = Stop()
     try:
         with listen() as stop:

@@ -25,9 +25,9 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "
 _SPECIAL_STEP = 0xFFFFFFF0  # Slurm's numbers for batch scripts and interactive shells lie above
 
 LAUNCHER, LISTENER, REPORT = "ITHACA_LAUNCHER", "ITHACA_LISTENER", "ITHACA_REPORT"
-STACKS, ATTEMPT = "ITHACA_STACKS", "ITHACA_ATTEMPT"
+STACKS, ATTEMPT, TEMPLATE = "ITHACA_STACKS", "ITHACA_ATTEMPT", "ITHACA_TEMPLATE"
 """What local.py adds: its process id; rank 0's listening socket; the pipe on which a rank says what it does and why it failed; a
-file for its Python stacks; how many times the workers have been started."""
+file for its Python stacks; how many times the workers have been started. In a template (template.py), where orders come from."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """`watch`: one process per worker on this machine, watched until the last has ended: one attempt of a run.
 
 The workers run the same command as the launcher did, with the variables that torchrun would set (environment.py), so one
-code path serves both. The launcher itself stays small: no torch, no threads, one loop.
+code path serves both. Where a template is given they are forks of it, which have done their imports (template.py). The launcher
+itself stays small: no torch, no threads, one loop.
 
 Meeting point    The launcher binds a free port on loopback and hands the listening socket to rank 0: nobody can take the port
                  between choosing and using it. An attempt has a socket and a store of its own, so it never finds addresses of
@@ -38,9 +39,10 @@ from . import exits
 from .blame import to_blame, words
 from .cause import End, describe, last_line, root
 from .environment import LAUNCHER, LISTENER, REPORT, STACKS
-from .process import Copy, Worker, catch_signals, say, usable_cores
+from .process import Copy, Process, Worker, catch_signals, say, usable_cores
 from .pulse import DUMP
 from .stop import held_back
+from .template import Template, reap
 
 LOOPBACK = "127.0.0.1"
 SETTLE_SECONDS = 0.5  # after the first failure, for the others to end and to say why
@@ -96,17 +98,19 @@ def watch(
     stacks: Path | None = None,
     inherit: Sequence[int] = (),
     listening: bool = False,
+    template: Template | None = None,
 ) -> Outcome:
     """One attempt: start, watch, end. Prints nothing about a failure, so that a caller may start another attempt.
 
     signals: those that have arrived, where the caller collects them. timeouts: when a rank hangs; stacks: folder for its stacks.
     inherit: open files that every worker gets too. listening: workers call `stop.listen`, and may start with signals blocked.
+    template: of this command, kept for the next attempt; its workers are listening.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
         if signals is None:
             signals = opened.enter_context(catch_signals(PASSED_ON))
-        run = _Run(workers, grace, signals, timeouts, stacks, list(inherit), listening)
+        run = _Run(workers, grace, signals, timeouts, stacks, list(inherit), listening, template)
         opened.callback(run.kill)
         run.start(command, logs, os.environ if environ is None else environ)
         return run.watch()
@@ -121,6 +125,7 @@ class _Run:
     stacks: Path | None
     inherit: list[int]
     listening: bool
+    template: Template | None
     workers: list[Worker] = field(default_factory=list)
     streams: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     passed_on: int | None = None
@@ -146,40 +151,57 @@ class _Run:
             "PYTHONFAULTHANDLER": environ.get("PYTHONFAULTHANDLER", "1"),  # where a crash in C happened
         }
         with listener:
+            template = self._prepared({**common, "RANK": "0", "LOCAL_RANK": "0"}, logs / "rank-0.log")
             for rank in range(self.world):
                 mine = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                inherited = []
-                if rank == 0:
-                    mine[LISTENER] = str(listener.fileno())
-                    inherited = [listener.fileno()]
-                self.workers.append(self._start_one(command, rank, logs / f"rank-{rank}.log", mine, inherited))
+                named = {LISTENER: listener.fileno()} if rank == 0 else {}
+                self.workers.append(self._start_one(command, rank, logs / f"rank-{rank}.log", mine, named, template))
+
+    def _prepared(self, environ: dict[str, str], log: Path) -> Template | None:
+        if self.template is None:
+            return None
+        seconds = None if self.timeouts is None else self.timeouts.setup
+        return self.template if self.template.prepare(environ, log, self.signals, seconds) else None
 
     def _start_one(
-        self, command: Sequence[str], rank: int, log: Path, environ: dict[str, str], inherited: list[int]
-    ) -> Worker:
+        self, command: Sequence[str], rank: int, log: Path, environ: dict[str, str], named: dict[str, int],
+        template: Template | None,
+    ) -> Worker:  # fmt: skip
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         stacks = os.memfd_create(f"stacks-{rank}")
-        with open(log, "ab") as file, held_back() if self.listening else nullcontext():
-            start = file.tell()
-            out, err = (None, file) if os.isatty(1) else (subprocess.PIPE, subprocess.PIPE)
-            process = subprocess.Popen(
-                list(command),
-                env={**environ, REPORT: str(writing), STACKS: str(stacks)},
-                stdin=subprocess.DEVNULL,
-                stdout=file if rank else out,
-                stderr=file if rank else err,
-                pass_fds=[*inherited, *self.inherit, writing, stacks],
-                start_new_session=True,
-            )
-        os.close(writing)
-        for stream, terminal in ((process.stdout, 1), (process.stderr, 2)):
-            if stream is not None:
-                os.set_blocking(stream.fileno(), False)
-                self.streams.register(
-                    stream, selectors.EVENT_READ, Copy(stream, terminal, os.open(log, os.O_WRONLY | os.O_APPEND))
-                )
+        named = {**named, REPORT: writing, STACKS: stacks}
+        with ExitStack() as ours, open(log, "ab") as file:
+            ours.callback(os.close, writing)
+            start, out, err = file.tell(), file.fileno(), file.fileno()
+            if rank == 0 and os.isatty(1):
+                out = 1
+            elif rank == 0:
+                out, err = (self._copied(terminal, log, ours) for terminal in (1, 2))
+            process: Process | None = None
+            if template is not None:
+                process = template.fork(environ, stdout=out, stderr=err, files=self.inherit, named=named)
+            if process is None:
+                with held_back() if self.listening else nullcontext():
+                    process = subprocess.Popen(
+                        list(command),
+                        env={**environ, **{name: str(file) for name, file in named.items()}},
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        pass_fds=[*named.values(), *self.inherit],
+                        start_new_session=True,
+                    )
         return Worker(rank, process, reading, log, start, stacks)
+
+    def _copied(self, terminal: int, log: Path, ours: ExitStack) -> int:
+        """The end to write to of a pipe that is copied to the terminal and to the log. It is closed here with `ours`."""
+        reading, writing = os.pipe()
+        ours.callback(os.close, writing)
+        os.set_blocking(reading, False)
+        copy = Copy(os.fdopen(reading, "rb", 0), terminal, os.open(log, os.O_WRONLY | os.O_APPEND))
+        self.streams.register(copy.source, selectors.EVENT_READ, copy)
+        return writing
 
     def watch(self) -> Outcome:
         while not all(worker.end for worker in self.workers):
@@ -189,6 +211,8 @@ class _Run:
                     self._judge(worker)
                 elif worker.end is None:
                     worker.listen()
+                else:
+                    reap(worker.process.pid)
             if self._pass_on_signals():
                 return Outcome(128 + self.signals[-1], f"{_name(self.signals[-1])} came again: stopped at once")
             self._ask_others_to_stop()
@@ -326,6 +350,7 @@ class _Run:
         for worker in self.workers:
             if worker.end is None:
                 worker.process.wait()
+            reap(worker.process.pid, 1.0)
             os.close(worker.report)
             os.close(worker.stacks)
         self._drain()

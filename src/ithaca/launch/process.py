@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from . import exits
 from .blame import Sign
@@ -23,13 +22,21 @@ from .environment import LAUNCHER
 from .memory import oom_kills
 from .pulse import Beat
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+
+
+class Process(Protocol):
+    """A worker's: of `subprocess`, or forked from a template."""
+
+    @property
+    def pid(self) -> int: ...
+    def wait(self) -> int: ...
 
 
 @dataclass
 class Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     report: int
     log: Path
     log_start: int
@@ -139,6 +146,11 @@ def tie_to_launcher(environ: Mapping[str, str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it died before we asked
         os._exit(exits.LOST)
+
+
+def set_name(name: str) -> None:
+    """Of this process, for ps and top; at most 15 characters."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def say(text: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from ..config.schema import Launch
@@ -24,19 +25,25 @@ from . import exits
 from .environment import ATTEMPT
 from .local import PASSED_ON, Outcome, show, watch
 from .process import catch_signals, say
+from .template import Template
 
 NO_PROGRESS = 3  # restarts that fail before they pass the step that failed first
 GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL of workers that miss one of them: there is nothing left to save
 
 
-def supervise(command: Sequence[str], folder: RunFolder, launch: Launch, workers: int) -> int:
-    """Run `command` in `workers` processes until it is done, or has no more chance. -> exit code"""
+def supervise(
+    command: Sequence[str], folder: RunFolder, launch: Launch, workers: int, template: Template | None = None
+) -> int:
+    """Run `command` in `workers` processes until it is done, or has no more chance. -> exit code
+
+    template: of this command, if workers are to be forked from one.
+    """
     policy = Policy(launch.restarts)
-    with folder.claim() as lock, catch_signals(PASSED_ON) as signals:
+    with folder.claim() as lock, catch_signals(PASSED_ON) as signals, template or nullcontext():
         while True:
             outcome = watch(
                 command, workers=workers, logs=folder.logs, grace=GRACE_SECONDS, signals=signals, timeouts=launch.timeouts,
-                stacks=folder.stacks, inherit=[lock], listening=True,
+                stacks=folder.stacks, inherit=[lock], listening=True, template=template,
                 environ={**os.environ, ATTEMPT: str(policy.attempts)},
             )  # fmt: skip
             verdict = policy.after(outcome, asked=bool(signals))

@@ -39,11 +39,6 @@ def _from_files(sources: tuple[Source, ...]) -> list[Source]:
     return [source for source in sources if source.synthetic is None]
 
 
-def needs_packing(config: Config) -> bool:
-    """Whether there is anything but synthetic data."""
-    return bool(_from_files(config.data.sources)) or config.data.packed is not None
-
-
 def pack_sources(config: Config, say: Callable[[str], None]) -> None:
     """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of the documents."""
     files, folder = _from_files(config.data.sources), packed_folder(config)

@@ -55,7 +55,7 @@ from .ends import Failed
 from .folder import RunFolder, unclean
 from .optim import build_optimizer
 from .resume import resume
-from .samples import Loader, needs_packing, open_stream, pack_sources
+from .samples import Loader, open_stream, pack_sources
 from .saving import Saver, grace_of
 from .step import NotFinite, Stepped, train_step
 
@@ -262,9 +262,9 @@ class Trainer:
     def _data(self) -> tuple[Stream, Suite | None]:
         problem, evaluates = None, self.config.eval.every is not None
         try:
-            if needs_packing(self.config):
+            if self.config.data.is_packed:
                 pulse.section("pack")  # which may take hours, and has no limit
-            if self.rank == 0 and needs_packing(self.config):
+            if self.rank == 0 and self.config.data.is_packed:
                 # done already, and said, unless others than we started this job
                 theirs = find_job(os.environ) is not None and LAUNCHER not in os.environ
                 pack_sources(self.config, self.display.say if theirs else log.info)

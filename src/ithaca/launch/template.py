@@ -1,0 +1,211 @@
+"""Workers as forks of one process that has done the imports.
+
+A worker spends its first seconds importing torch and transformers, and again at every restart, and so does each of its neighbours.
+So the launcher starts the command once, as a template: it goes as far as `start`, imports what workers need, and waits. A worker is
+a fork of it (milliseconds) that goes on from there with variables and open files of its own, as if it had been started by itself.
+
+    launcher    Template     starts the process; asks it for workers
+    template    serve        imports, waits, forks; returns in each worker
+
+Whose child     A worker is forked twice, so that the launcher adopts it: it is waited for and signalled, and dies with the launcher
+                like one that was started by itself. The death of the template harms nobody.
+When not        The template must be fit to be forked: one thread, no GPU touched. If it is not, or fails, or is slow, or a signal
+                comes meanwhile, it ends, and workers are started one by one. The log of rank 0 says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .environment import TEMPLATE
+from .process import set_name, tie_to_launcher
+from .stop import held_back
+
+READY_SECONDS = 120.0  # for its imports, on a cold disk
+_ANSWER_SECONDS = 10.0  # for a fork
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_READY = b"ready"
+
+
+@dataclass
+class Forked:
+    """A worker that the template made. Like a `subprocess.Popen`, as far as the launcher needs one."""
+
+    pid: int
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class Template:
+    """In the launcher: the process that workers are forked from. It is kept from attempt to attempt."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self.environ: dict[str, str] = {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control: socket.socket | None = None
+
+    def prepare(self, environ: Mapping[str, str], log: Path, signals: list[int], seconds: float | None = None) -> bool:
+        """Start it, unless it waits already. False: workers have to be started one by one.
+
+        environ: that of the workers, as far as they have the same. signals: those that have arrived, which end the waiting.
+        """
+        if self._answers():
+            return True
+        self.close()
+        _adopt_orphans(True)
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # numpy's BLAS would start its threads when it is imported, before the fork; torch has its own
+        self.environ = {"OPENBLAS_NUM_THREADS": "1", **environ, TEMPLATE: str(theirs.fileno())}
+        with theirs, open(log, "ab") as file, held_back():
+            self.process = subprocess.Popen(
+                self.command, env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        until = time.monotonic() + (seconds or READY_SECONDS)
+        while time.monotonic() < until and not signals:
+            if self._hears(0.05):
+                if self._receive() == _READY:
+                    return True
+                break
+        self.close()
+        return False
+
+    def fork(
+        self, environ: Mapping[str, str], *, stdout: int, stderr: int, files: Sequence[int], named: Mapping[str, int]
+    ) -> Forked | None:
+        """A worker with these variables. None: there is none, start it in another way.
+
+        files: open files that it gets too. named: variables that get the number which a file has there.
+        """
+        assert self.control is not None
+        order = {
+            "set": {name: value for name, value in environ.items() if self.environ.get(name) != value},
+            "unset": [name for name in self.environ if name not in environ and name != "OPENBLAS_NUM_THREADS"],
+            "named": list(named),
+        }
+        try:
+            socket.send_fds(self.control, [json.dumps(order).encode()], [stdout, stderr, *named.values(), *files])
+            answer = self._receive() if self._hears(_ANSWER_SECONDS) else b""
+        except OSError:
+            answer = b""
+        if not answer:
+            self.close()
+            return None
+        return Forked(int(answer))
+
+    def __enter__(self) -> Template:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+            _adopt_orphans(False)
+
+    def _answers(self) -> bool:
+        return self.process is not None and self.process.poll() is None and not self._hears(0.0)
+
+    def _hears(self, seconds: float) -> bool:
+        """Has it said something, or hung up?"""
+        assert self.control is not None
+        return bool(select.select([self.control], [], [], seconds)[0])
+
+    def _receive(self) -> bytes:
+        assert self.control is not None
+        with suppress(OSError):
+            return self.control.recv(64)
+        return b""
+
+
+def serve(preload: Sequence[str]) -> None:
+    """In the template: import `preload`, then fork workers for as long as the launcher asks. Returns in each of them."""
+    control = socket.socket(fileno=int(os.environ.pop(TEMPLATE)))
+    tie_to_launcher(os.environ)
+    set_name("ithaca template")
+    for module in preload:
+        importlib.import_module(module)
+    why = _unfit()
+    if why is not None:
+        print(f"ithaca: workers are started one by one, not forked: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # the collector would touch every object, and so copy the pages that workers share
+    control.send(_READY)
+    while True:
+        order, files, _, _ = socket.recv_fds(control, 1 << 20, 64, socket.MSG_CMSG_CLOEXEC)
+        if not order:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)  # the launcher adopts the other
+            _become_worker(json.loads(order), files, between)
+            control.send(str(os.getpid()).encode())
+            control.close()
+            return
+        os.waitpid(between, 0)
+        for file in files:
+            os.close(file)
+
+
+def _become_worker(order: dict, files: list[int], between: int) -> None:
+    os.setsid()
+    while os.getppid() == between:
+        time.sleep(0.0005)
+    for number, file in enumerate(files[:2], start=1):
+        os.dup2(file, number)
+        os.close(file)
+    for name in order["unset"]:
+        os.environ.pop(name, None)
+    os.environ.update(order["set"])
+    os.environ.update({name: str(file) for name, file in zip(order["named"], files[2:], strict=False)})
+    tie_to_launcher(os.environ)
+    set_name(f"ithaca rank {os.environ['RANK']}")
+    if "numpy" in sys.modules:  # it drew its seed when it was imported, the same for all forks
+        sys.modules["numpy"].random.seed()
+
+
+def _unfit() -> str | None:
+    """Why this process must not be forked."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"something that was imported has started {threads - 1} threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "something that was imported has initialised CUDA"
+    return None
+
+
+def reap(session: int, seconds: float = 0.0) -> None:
+    """What a worker of this process id had started and left behind has become ours; it has been killed."""
+    until = time.monotonic() + seconds
+    with suppress(ChildProcessError):
+        while os.waitid(os.P_PGID, session, os.WEXITED | os.WNOHANG) or time.monotonic() < until:
+            time.sleep(0.001)
+
+
+def _adopt_orphans(yes: bool) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
