@@ -37,7 +37,14 @@ from .stop import held_back
 READY_SECONDS = 120.0  # for its imports, on a cold disk
 _ANSWER_SECONDS = 10.0  # for a fork
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 _READY = b"ready"
+# Without these, imports start threads or touch a GPU. They hold in the template, and forks get them as they were.
+_FIT = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's and scipy's; torch has threads of its own
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator; pandas brings it in, and so may transformers
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # transformers asks whether there is a GPU; CUDA would begin, to answer
+}
 
 
 @dataclass
@@ -56,6 +63,7 @@ class Template:
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self.environ: dict[str, str] = {}
+        self.refused = False  # it would be again
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
 
@@ -64,13 +72,12 @@ class Template:
 
         environ: that of the workers, as far as they have the same. signals: those that have arrived, which end the waiting.
         """
-        if self._answers():
-            return True
+        if self._answers() or self.refused:
+            return not self.refused
         self.close()
         _adopt_orphans(True)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # numpy's BLAS would start its threads when it is imported, before the fork; torch has its own
-        self.environ = {"OPENBLAS_NUM_THREADS": "1", **environ, TEMPLATE: str(theirs.fileno())}
+        self.environ = {**environ, **_FIT, TEMPLATE: str(theirs.fileno())}
         with theirs, open(log, "ab") as file, held_back():
             self.process = subprocess.Popen(
                 self.command, env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -82,6 +89,7 @@ class Template:
                 if self._receive() == _READY:
                     return True
                 break
+        self.refused = not signals
         self.close()
         return False
 
@@ -95,7 +103,7 @@ class Template:
         assert self.control is not None
         order = {
             "set": {name: value for name, value in environ.items() if self.environ.get(name) != value},
-            "unset": [name for name in self.environ if name not in environ and name != "OPENBLAS_NUM_THREADS"],
+            "unset": [name for name in self.environ if name not in environ],
             "named": list(named),
         }
         try:
@@ -190,13 +198,24 @@ def _become_worker(order: dict, files: list[int], between: int) -> None:
 
 def _unfit() -> str | None:
     """Why this process must not be forked."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"something that was imported has started {threads - 1} threads"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if _cuda_has_begun():
         return "something that was imported has initialised CUDA"
-    return None
+    others = [each for each in os.listdir("/proc/self/task") if int(each) != os.getpid()]
+    names = [Path(f"/proc/self/task/{each}/comm").read_text().strip() for each in others]
+    # NVML, with which torch counts GPUs because it may be forked, has a thread that waits for events; a fork needs none.
+    names = [name for name in names if not name.startswith("cuda")]
+    return f"something that was imported has started threads ({', '.join(names)})" if names else None
+
+
+def _cuda_has_begun() -> bool:
+    """By torch or by anybody else, of whom torch does not know."""
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:  # nobody has loaded it
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
 
 
 def reap(session: int, seconds: float = 0.0) -> None:
