@@ -7,16 +7,27 @@ from itertools import product
 
 import pytest
 
-from ithaca.verify.case import run_case
+from ithaca.verify.case import Case, run_case
 from ithaca.verify.matrix import AXES, all_pairs, allowed, cases, cover, pairs_of
 
 WORLD = 8
 ROWS = cover(WORLD)
 LONG = cases(ROWS, WORLD)
-# A model's last case has the default length, the others less: the untouched model beside them takes long, by the square of it.
+
+
+def rows(case: Case) -> int:
+    """Of all groups of ranks that share a sequence."""
+    return case.rows * case.world // case.stack.context_ranks
+
+
+# One case of each model has the default length, on four or eight ranks, the others less: the untouched model beside them takes
+# long, by the square of it, and on each row; and the more tokens, the sooner two experts are equally good for one of them.
+LONGEST = {case.model: case for case in sorted(LONG, key=lambda case: (case.stack.context_ranks >= 4, -rows(case)))}
 CASES = [
-    case if case.model not in {other.model for other in LONG[number + 1 :]} else replace(case, length=509)
-    for number, case in enumerate(LONG)
+    case
+    if case is LONGEST[case.model]
+    else replace(case, length=251 if rows(case) > 1 and case.stack.context_ranks < 8 else 509)
+    for case in LONG
 ]
 
 
@@ -53,4 +64,5 @@ def test_the_matrix_covers_what_it_claims():
     long = {case.model: case.stack.context_ranks for case in CASES if case.length == 1021}
     assert set(long) == set(AXES["model"]) and set(long.values()) == {4, 8}
     assert {case.length for case in cases(ROWS, WORLD, 77)} == {77}
-    assert {case.length for case in CASES} == {1021, 509}  # primes: neither ranks nor tiles divide them
+    assert {case.length for case in CASES} == {1021, 509, 251}  # primes: neither ranks nor tiles divide them
+    assert all(case.length // case.stack.context_ranks > 61 for case in CASES if case.stack.tile == 61)  # several tiles

@@ -22,7 +22,7 @@ SHORT = [
     "train.schedule=constant",
     "train.rows=4",
     "log.every=1",
-    "train.steps=6",
+    "train.steps=4",
 ]
 ASKING = ["eval.every=2", "eval.rows=3", "eval.sources=[{synthetic: needles}]", "eval.tasks=needle,multi_key"]
 ASKING += ["eval.samples=2", "eval.depths=3", "eval.lengths=100,200", "log.tensorboard=true"]
@@ -35,7 +35,7 @@ def run_once(folder: str, more: list[str]) -> tuple[int, bytes]:
 
 
 def both(workers: Workers, folder: Path, world: int, stack: list[str]) -> dict[str, list[Any]]:
-    settings = [f"stack.{each}" for each in stack] + [f"launch.cpu={world}", "checkpoint.every=3"]
+    settings = [f"stack.{each}" for each in stack] + [f"launch.cpu={world}", "checkpoint.every=2"]
     return {
         name: workers.run(run_once, str(folder / name), settings + more, world=world)
         for name, more in (("without", []), ("with", ASKING))
@@ -55,15 +55,15 @@ def test_training_is_bit_identical_with_and_without_it(workers: Workers, tmp_pat
     found = both(workers, tmp_path, world, stack)
     assert found["with"] == found["without"], "exit codes and random states"
     metrics = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in found}
-    assert losses(metrics["with"]) == losses(metrics["without"]) and len(losses(metrics["with"])) == 6
-    for step in (3, 6):
+    assert losses(metrics["with"]) == losses(metrics["without"]) and len(losses(metrics["with"])) == 4
+    for step in (2, 4):
         before, after = (hashes_of(tmp_path / name / "checkpoints" / f"step-{step}") for name in ("without", "with"))
         assert before == after and before
     evaluated = [line for line in metrics["with"] if line.get("event") == "eval"]
-    assert [line["at_step"] for line in evaluated] == [2, 4, 6]
+    assert [line["at_step"] for line in evaluated] == [2, 4]
     assert all(set(line) >= {"held_out", "needle", "needle_longest", "multi_key"} for line in evaluated)
-    record = json.loads((tmp_path / "with" / "eval" / "step-6.json").read_text())
-    assert record["step"] == 6 and record["language"] == "pairs"
+    record = json.loads((tmp_path / "with" / "eval" / "step-4.json").read_text())
+    assert record["step"] == 4 and record["language"] == "pairs"
     assert record["needle"]["lengths"] == [100, 200] and record["needle"]["depths"] == [0.0, 0.5, 1.0]
     assert [len(row) for row in record["needle"]["accuracy"]] == [3, 3]
     with_loss = [line for line in metrics["with"] if "eval_loss" in line]
@@ -78,4 +78,4 @@ def test_tensorboard_has_curves_and_the_heat_map(workers: Workers, tmp_path: Pat
     events.Reload()
     assert {"eval/needle", "eval/held_out", "eval/multi_key", "loss"} <= set(events.Tags()["scalars"])
     pictures = events.Images("eval/needles")
-    assert [picture.step for picture in pictures] == [2, 4, 6] and (pictures[0].width, pictures[0].height) == (72, 48)
+    assert [picture.step for picture in pictures] == [2, 4] and (pictures[0].width, pictures[0].height) == (72, 48)

@@ -27,6 +27,11 @@ TORCHRUN = [
     "--master-addr", "10.77.0.1", "--master-port", "29500", "--max-restarts", "0",
 ]  # fmt: skip
 
+# One rank on each host, with the variables that torchrun would set, and without its two processes that import torch as well.
+ONE_RANK = [
+    "env", "RANK={node}", "LOCAL_RANK=0", "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=10.77.0.1", "MASTER_PORT=29500",
+]  # fmt: skip
+
 MEET = """
 import os, socket, sys, time
 os.write(1, f"{socket.gethostname()} {socket.if_nameindex()}\\n".encode())
@@ -82,10 +87,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_same_command_goes_on(tmp_path: 
         "launch.cpu": 1, "launch.nodes": 2, "launch.timeouts.silence": 4, "stack.ulysses": 1, "stack.ring": 2, "run.folder": run,
     }  # fmt: skip
     words = [str(word) for name, value in settings.items() for word in ("--" + name, value)]
-    one_rank = [
-        word if word != "2" or TORCHRUN[at - 1] != "--nproc-per-node" else "1" for at, word in enumerate(TORCHRUN)
-    ]
-    train = [*one_rank, "-m", "ithaca", "train", "--recipe", "tiny_cpu", *words]
+    train = [*ONE_RANK, sys.executable, "-m", "ithaca", "train", "--recipe", "tiny_cpu", *words]
 
     def steps() -> int:
         metrics = run / "metrics.jsonl"

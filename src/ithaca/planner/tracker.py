@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -60,6 +61,8 @@ class LiveBytes(TorchDispatchMode):
         return max((sum(each.values()) for each in self.peaks.values()), default=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all that is asked, and nothing is allocated
         out = func(*args, **(kwargs or {}))
         for each in tree_iter(out):
             if isinstance(each, Tensor):

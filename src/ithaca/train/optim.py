@@ -38,8 +38,7 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         except ImportError:
             raise ValueError(EIGHT_BIT) from None
         return AdamW8bit(groups, **settings)
-    on_gpu = all(p.is_cuda for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, fused=on_gpu, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
 
 
 def warmup_steps(train: Train) -> int:
