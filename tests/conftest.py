@@ -13,6 +13,10 @@ import torch.distributed as dist
 from ithaca.model.families import FAMILIES
 from ithaca.workers import Workers
 
+from . import multiply_in_float32
+
+multiply_in_float32()
+
 # What the ranks of most tests import, so that the server they are forked from does it once.
 PRELOAD = ["pytest", "peft", "ithaca.train.phases", "ithaca.verify.case"]
 PRELOAD += ["transformers.models.{0}.modeling_{0}".format(kind.removesuffix("_text")) for kind in FAMILIES]

@@ -86,9 +86,7 @@ def test_a_rung_for_real(tiny: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
     real = rungs.measure_ladder
     monkeypatch.setattr(rungs, "measure_ladder", lambda *args, **more: real(*args, **more, run=run))
-    assert (
-        main(["ladder", str(tiny), "--gpus", "2xH100", "--context", "256", "--measure", "--cpu", "--steps", "1"]) == 0
-    )
+    assert main(["ladder", str(tiny), "--gpus", "2xH100", "--context", "64", "--measure", "--cpu", "--steps", "1"]) == 0
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if "+checkpointing" in line)
     # "+checkpointing", predicted and measured tensors with their units, deviation, tokens/s, largest
     assert row[2] == row[4] == "MB" and float(row[3]) == pytest.approx(float(row[1]), rel=0.15)

@@ -5,6 +5,7 @@
     rendezvous               its ranks find each other, or say who is missing
     supervise                a run on this machine: attempts, and whether to make another
     local · process          one attempt: start workers, watch them, end them
+    template                 workers are forks of one process that has done the imports
     cause · memory           why did it end
     pulse · blame · peers    what a rank says while it runs; which one hangs; the same in jobs that others started
     stop                     a signal asks a rank to stop

@@ -52,15 +52,15 @@ def start(
     command: Sequence[str] | None = None,
     *,
     timeout: float = 600.0,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] = ("torch.distributed",),
 ) -> int:
     """Call `function(config)`, which returns an exit code, in every process of the run; return the exit code of all.
 
     function: a callable, or "module:name", which the launcher itself then need not import.
     command: what a worker runs: a command that comes back here with the same arguments. Default: what this process was started
     with, flags of Python included. timeout: seconds until all ranks must have found each other.
-    preload: modules that every rank needs. Where they are given, workers are forks of one process that has imported them; importing
-    them must start no thread and touch no GPU.
+    preload: modules that every rank needs: workers are forks of one process that has imported them. That must start no thread and
+    touch no GPU. Without any, each is a process of its own.
     """
     if TEMPLATE in os.environ:
         serve(preload)  # from here on a worker

@@ -36,7 +36,7 @@ from .stop import held_back
 
 READY_SECONDS = 120.0  # for its imports, on a cold disk
 _ANSWER_SECONDS = 10.0  # for a fork
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 _READY = b"ready"
 # Without these, imports start threads or touch a GPU. They hold in the template, and forks get them as they were.
@@ -64,6 +64,7 @@ class Template:
         self.command = list(command)
         self.environ: dict[str, str] = {}
         self.refused = False  # it would be again
+        self.adopted = False  # whether this process did so before, for reasons of its own
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
 
@@ -75,7 +76,6 @@ class Template:
         if self._answers() or self.refused:
             return not self.refused
         self.close()
-        _adopt_orphans(True)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environ = {**environ, **_FIT, TEMPLATE: str(theirs.fileno())}
         with theirs, open(log, "ab") as file, held_back():
@@ -83,6 +83,7 @@ class Template:
                 self.command, env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
+        self.adopted = _adopt_orphans(True)
         until = time.monotonic() + (seconds or READY_SECONDS)
         while time.monotonic() < until and not signals:
             if self._hears(0.05):
@@ -130,7 +131,7 @@ class Template:
             self.process.kill()
             self.process.wait()
             self.process = None
-            _adopt_orphans(False)
+            _adopt_orphans(self.adopted)
 
     def _answers(self) -> bool:
         return self.process is not None and self.process.poll() is None and not self._hears(0.0)
@@ -226,5 +227,9 @@ def reap(session: int, seconds: float = 0.0) -> None:
             time.sleep(0.001)
 
 
-def _adopt_orphans(yes: bool) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+def _adopt_orphans(yes: bool) -> bool:
+    """-> whether this process did so before"""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+    return bool(before.value)
