@@ -1,13 +1,18 @@
-"""Imported by every process that runs a test, workers included.
+"""Imported by every process that runs a test, workers included, and before torch.
+
+One thread each: there are more processes than cores, and OpenMP's threads spin while they wait.
 
 On a CPU without bf16 instructions torch multiplies bf16 matrices one number after the other and warns: 0.1 GFLOP/s on a
 Neoverse N1, half an hour for this suite. There the tests multiply in float32 and round the results, which is what such
 instructions do. Other CPUs keep torch's kernels. A process that has no torch, such as one that packs data, needs neither.
 """
 
+import os
 import sys
 import warnings
 from functools import partial
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SLOW = ("mm", "bmm", "addmm", *(f"_scaled_dot_product_flash_attention_for_cpu{which}" for which in ("", "_backward")))
 

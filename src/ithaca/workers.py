@@ -48,6 +48,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .launch.template import FIT
 from .worker import LOOPBACK, NEVER, Answer, Failure, call, join, settle, work
 
 _START_SECONDS = 120.0  # for the fork server's imports, on a cold disk
@@ -155,7 +156,7 @@ class Workers:
             self._store = _host_store()
             atexit.register(self.close)
         self._world = 0
-        _ensure_fork_server([*_PRELOAD, *self.preload])
+        _ensure_fork_server([*_PRELOAD, *self.preload], self.threads)
         try:
             for rank in missing:
                 self._workers.append(_Worker.start(rank))
@@ -351,13 +352,11 @@ def _host_store() -> dist.TCPStore:
     )
 
 
-def _ensure_fork_server(preload: list[str]) -> None:
+def _ensure_fork_server(preload: list[str], threads: int) -> None:
     """Start this process's fork server, unless it runs: then its first preload list holds and the rest is slower."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    guards = {
-        "OPENBLAS_NUM_THREADS": "1",  # no thread pool at import: forking is safe only with a single thread
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # an import that asks for GPUs must not initialise CUDA before the fork
-    }
+    # torch's own number of threads does not hold for the libraries below it, which then spin beside ranks that have work
+    guards = {**FIT, "OMP_NUM_THREADS": str(threads)}
     before = {name: os.environ.get(name) for name in guards}
     os.environ.update(guards)
     try:

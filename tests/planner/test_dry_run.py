@@ -163,7 +163,7 @@ def test_each_technique_takes_something_away():
 @pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma3_text"])
 def test_families(family: str):
     found = dry_run(
-        Case(config(family), Stack(ulysses=2, ring=2, heads_per_stage=1, tile=512, store="disk"), 4096, world=4)
+        Case(config(family), Stack(ulysses=2, ring=2, heads_per_stage=2, tile=512, store="disk"), 4096, world=4)
     )
     assert found.peak > 0 and found.disk > 0 and found.host == 0
     assert sum(found.phases["backward"].values()) > sum(found.phases["load"].values())

@@ -40,7 +40,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 _READY = b"ready"
 # Without these, imports start threads or touch a GPU. They hold in the template, and forks get them as they were.
-_FIT = {
+FIT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's and scipy's; torch has threads of its own
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator; pandas brings it in, and so may transformers
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # transformers asks whether there is a GPU; CUDA would begin, to answer
@@ -77,7 +77,7 @@ class Template:
             return not self.refused
         self.close()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.environ = {**environ, **_FIT, TEMPLATE: str(theirs.fileno())}
+        self.environ = {**environ, **FIT, TEMPLATE: str(theirs.fileno())}
         with theirs, open(log, "ab") as file, held_back():
             self.process = subprocess.Popen(
                 self.command, env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
