@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,18 +22,24 @@ multiply_in_float32()
 PRELOAD = ["pytest", "peft", "ithaca.train.phases", "ithaca.verify.case"]
 PRELOAD += ["transformers.models.{0}.modeling_{0}".format(kind.removesuffix("_text")) for kind in FAMILIES]
 
-# Files that take a minute or more. They go first: one that is begun last keeps one process busy while the other has nothing to do.
+# Files that take long. They go first: one that is begun last keeps one process busy while the other has nothing to do. Those that
+# mostly wait are beside those whose ranks can use both cores.
 LONGEST = (
     "faults/test_runs.py",
     "composition/test_families.py",
-    "composition/test_matrix.py",
     "launch/test_two_hosts.py",
+    "composition/test_matrix.py",
+    "faults/test_supervisor.py",
+    "test_workers.py",
+    "launch/test_local.py",
+    "launch/test_template.py",
     "train/test_train.py",
     "planner/test_memory.py",
     "planner/test_dry_run.py",
     "faults/test_signals.py",
+    "planner/test_alike.py",
+    "test_benchmarks.py",
     "contract/test_kept.py",
-    "faults/test_supervisor.py",
 )
 
 
@@ -40,6 +47,7 @@ LONGEST = (
 def one_thread() -> None:
     """Small tensors on a machine that others share: a second thread costs more than it brings."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported and collected lasts: collections look at the rest only
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -252,14 +252,13 @@ def test_a_refusal_of_the_workers_is_2_without_their_tracebacks(canned, capsys, 
 # For real, once.
 
 
-def test_verify_of_a_folder_for_real(tmp_path: Path):
+def test_verify_of_a_folder_for_real(tmp_path: Path, capsys):
     """A folder with nothing but a config: its model is shrunk and checked, and the report is JSON."""
     preset_config("qwen3").save_pretrained(tmp_path)
-    done = python(
-        "-m", "ithaca", "verify", str(tmp_path), "--device", "cpu", "--world", "1", "--length", "24", "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    code = main(["verify", str(tmp_path), "--device", "cpu", "--world", "1", "--length", "24", "--json"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    report = json.loads(said.out)
     assert report["ok"] is True and len(report["cases"]) == 1
     names = [item["name"] for item in report["cases"][0]["items"]]
     assert "logits" in names and "loss" in names and any(name.startswith("gradients") for name in names)

@@ -42,7 +42,8 @@ def test_streamed(workers, tile, store, recompute):
     """Pieces, stages and exchanges together: with a tile of 7 a rank's 84 tokens are two pieces."""
     stack = Stack(ulysses=2, heads_per_stage=1, recompute=recompute, store=store, tile=tile, engine="streamed")
     case = Case("gemma3", stack, world=2, length=167, rows=2)
-    items = workers.run(run_case, case, ("logits", "plain", "packed"), world=2)[0]
+    checks = ("logits", "plain", "packed") if store == "gpu" else ("plain", "packed")  # logits keep nothing
+    items = workers.run(run_case, case, checks, world=2)[0]
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 
 
@@ -67,7 +68,7 @@ def test_layers_keep_in_different_places(workers, model, store, more):
     """With adapters in one of them; around a ring and between heads, as all others."""
     stack = replace(FULL, store=store, **more)
     case = Case(model, stack, world=4, length=LENGTH, lora=model == "llama3")
-    items = workers.run(run_case, case, ("logits", "plain", "packed"), world=4)[0]
+    items = workers.run(run_case, case, ("plain", "packed"), world=4)[0]
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 
 

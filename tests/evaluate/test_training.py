@@ -25,7 +25,7 @@ SHORT = [
     "train.steps=4",
 ]
 ASKING = ["eval.every=2", "eval.rows=3", "eval.sources=[{synthetic: needles}]", "eval.tasks=needle,multi_key"]
-ASKING += ["eval.samples=2", "eval.depths=3", "eval.lengths=100,200", "log.tensorboard=true"]
+ASKING += ["eval.samples=1", "eval.depths=3", "eval.lengths=100,200", "log.tensorboard=true"]
 
 
 def run_once(folder: str, more: list[str]) -> tuple[int, bytes]:
