@@ -176,8 +176,8 @@ def test_restarts_need_no_imports_and_a_lost_template_is_replaced(started: Start
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()", "(ithaca template)"),
         ("import sys, types\ntorch = sys.modules['torch'] = types.ModuleType('torch')\n"
          "torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)", "has initialised CUDA"),
-        ("os.kill(os.getpid(), 9)", ""),
-        ("import time\ntime.sleep(99)", ""),
+        ("os.kill(os.getpid(), 9)", "could not be used"),
+        ("import time\ntime.sleep(99)", "took too long"),
     ],
     ids=["a thread", "CUDA", "killed", "too slow"],
 )  # fmt: skip
@@ -185,7 +185,15 @@ def test_a_template_that_cannot_be_forked_is_not(started: Started, heavy: str, w
     started.start(heavy, SETUP="1.5" if "sleep(99)" in heavy.splitlines()[-1] else "30")
     assert not any(each["forked"] for each in started.found())
     code, _, _ = started.end()
-    assert code == 0 and len(started.imports()) == 1 and why in started.log(0)
+    assert code == 0 and len(started.imports()) == 1
+    assert why in started.log(0) and started.log(0).count("they are started one by one\n") == 1
+
+
+def test_where_a_fork_fails_the_others_are_started_one_by_one(started: Started):
+    started.start("real, calls = os.fork, []\ndef fork():\n    calls.append(1)\n    if len(calls) > 2: raise OSError(11, 'no')\n"
+                  "    return real()\nos.fork = fork")  # fmt: skip
+    assert [each["forked"] for each in started.found()] == [True, False, False]
+    assert started.end()[0] == 0
 
 
 def test_a_signal_during_the_imports_ends_the_run_at_once(started: Started):

@@ -84,14 +84,17 @@ class Template:
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         self.adopted = _adopt_orphans(True)
-        until = time.monotonic() + (seconds or READY_SECONDS)
-        while time.monotonic() < until and not signals:
-            if self._hears(0.05):
-                if self._receive() == _READY:
-                    return True
-                break
-        self.refused = not signals
+        until, said = time.monotonic() + (seconds or READY_SECONDS), None
+        while said is None and time.monotonic() < until and not signals:
+            said = self._receive() if self._hears(0.05) else None
+        if said == _READY:
+            return True
         self.close()
+        if not signals:
+            self.refused = True
+            why = "took too long" if said is None else "could not be used"
+            with open(log, "a") as file:
+                file.write(f"ithaca: the process that workers are forked from {why}; they are started one by one\n")
         return False
 
     def fork(
@@ -101,7 +104,8 @@ class Template:
 
         files: open files that it gets too. named: variables that get the number which a file has there.
         """
-        assert self.control is not None
+        if self.control is None:
+            return None
         order = {
             "set": {name: value for name, value in environ.items() if self.environ.get(name) != value},
             "unset": [name for name in self.environ if name not in environ],
@@ -157,7 +161,7 @@ def serve(preload: Sequence[str]) -> None:
         importlib.import_module(module)
     why = _unfit()
     if why is not None:
-        print(f"ithaca: workers are started one by one, not forked: {why}", file=sys.stderr, flush=True)
+        print(f"ithaca: this process cannot be forked: {why}", file=sys.stderr, flush=True)
         os._exit(1)
     gc.collect()
     gc.freeze()  # the collector would touch every object, and so copy the pages that workers share
@@ -169,13 +173,18 @@ def serve(preload: Sequence[str]) -> None:
         between = os.fork()
         if between == 0:
             between = os.getpid()
-            if os.fork():
+            try:
+                worker = os.fork()
+            except OSError:
+                os._exit(1)
+            if worker:
                 os._exit(0)  # the launcher adopts the other
             _become_worker(json.loads(order), files, between)
             control.send(str(os.getpid()).encode())
             control.close()
             return
-        os.waitpid(between, 0)
+        if os.waitpid(between, 0)[1]:
+            os._exit(1)  # no worker has come of it
         for file in files:
             os.close(file)
 
