@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: lint
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-# The long version of tests/faults: 4 ranks, every point, 50 random kills. About 20 minutes on 2 cores that are otherwise idle.
+# The long version of tests/faults: 4 ranks, every point, 50 random kills. About 6 minutes on 2 cores that are otherwise idle.
 faults: setup
 	ITHACA_FAULTS=long $(BIN)/python -m pytest -q -s --timeout=3600 tests/faults tests/storage/test_faults.py
 
