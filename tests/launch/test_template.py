@@ -182,7 +182,7 @@ def test_restarts_need_no_imports_and_a_lost_template_is_replaced(started: Start
     ids=["a thread", "CUDA", "killed", "too slow"],
 )  # fmt: skip
 def test_a_template_that_cannot_be_forked_is_not(started: Started, heavy: str, why: str):
-    started.start(heavy, SETUP="1.5" if "sleep(99)" in heavy.splitlines()[-1] else "30")
+    started.start(heavy, SETUP="5" if "sleep(99)" in heavy.splitlines()[-1] else "30")
     assert not any(each["forked"] for each in started.found())
     code, _, _ = started.end()
     assert code == 0 and len(started.imports()) == 1
