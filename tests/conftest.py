@@ -47,7 +47,6 @@ LONGEST = (
 def one_thread() -> None:
     """Small tensors on a machine that others share: a second thread costs more than it brings."""
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported and collected lasts: collections look at the rest only
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,6 +85,10 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield make
     for place in places:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported and collected lasts: from here on garbage is looked for in the rest only
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

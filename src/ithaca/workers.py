@@ -48,21 +48,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .launch.template import FIT
+from .launch.template import FIT, MODELS
 from .worker import LOOPBACK, NEVER, Answer, Failure, call, join, settle, work
 
 _START_SECONDS = 120.0  # for the fork server's imports, on a cold disk
 _GRACE_SECONDS = 5.0  # for the peers of a rank that raised
-# What nearly every run imports. The light submodules of transformers that model files are built from, no model file.
-_PRELOAD = (
-    "ithaca.workers",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.modeling_utils",
-    "transformers.modeling_layers",
-    "transformers.modeling_rope_utils",
-    "transformers.masking_utils",
-)
+_PRELOAD = ("ithaca.workers", *MODELS)
 
 
 class WorkerError(RuntimeError):

@@ -65,7 +65,7 @@ def test_layers_recompute_differently(workers, recompute):
     ],
 )
 def test_layers_keep_in_different_places(workers, model, store, more):
-    """With adapters in one of them; around a ring and between heads, as all others."""
+    """With adapters in one of them; around a ring and between heads, as all others. Logits keep nothing anywhere."""
     stack = replace(FULL, store=store, **more)
     case = Case(model, stack, world=4, length=LENGTH, lora=model == "llama3")
     items = workers.run(run_case, case, ("plain", "packed"), world=4)[0]

@@ -158,9 +158,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
         mine.start()
         mine.wait_for_training()
-        family = psutil.Process(mine.process.pid).children(
-            recursive=True
-        )  # ranks, and the template they were forked from
+        # ranks, and the template they were forked from
+        family = psutil.Process(mine.process.pid).children(recursive=True)
         mine.process.kill()
         mine.end()
         psutil.wait_procs(family, timeout=5)

@@ -193,7 +193,7 @@ def test_where_a_fork_fails_the_others_are_started_one_by_one(started: Started):
     started.start("real, calls = os.fork, []\ndef fork():\n    calls.append(1)\n    if len(calls) > 2: raise OSError(11, 'no')\n"
                   "    return real()\nos.fork = fork")  # fmt: skip
     assert [each["forked"] for each in started.found()] == [True, False, False]
-    assert started.end()[0] == 0
+    assert started.end()[0] == 0 and "has failed; they are started one by one\n" in started.log(0)
 
 
 def test_a_signal_during_the_imports_ends_the_run_at_once(started: Started):

@@ -15,21 +15,13 @@ from .. import faults
 from ..config import Config, load, missing
 from ..launch import find_job, start
 from ..launch.exits import DATA
+from ..launch.template import MODELS
 from ..stack import require
 from ..train.curriculum import phase_configs
 from ..train.ends import Failed
 from ..train.presets import PRESETS
 
-# What every rank imports: none of it starts a thread or touches a GPU.
-PRELOAD = (
-    "ithaca.train.phases",
-    "ithaca.train.trainer",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "transformers.modeling_utils",
-    "transformers.modeling_layers",
-    "transformers.masking_utils",
-)
+PRELOAD = ("ithaca.train.phases", "ithaca.train.trainer", *MODELS)
 
 
 def add_train(verbs: Any) -> None:

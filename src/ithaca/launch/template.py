@@ -39,6 +39,15 @@ _ANSWER_SECONDS = 10.0  # for a fork
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 _READY = b"ready"
+# What every process imports that computes. Of transformers the submodules that model files are built from, no model file.
+MODELS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_rope_utils",
+    "transformers.masking_utils",
+)
 # Without these, imports start threads or touch a GPU. They hold in the template, and forks get them as they were.
 FIT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's and scipy's; torch has threads of its own
@@ -63,6 +72,7 @@ class Template:
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self.environ: dict[str, str] = {}
+        self.log = Path()
         self.refused = False  # it would be again
         self.adopted = False  # whether this process did so before, for reasons of its own
         self.process: subprocess.Popen[bytes] | None = None
@@ -76,6 +86,7 @@ class Template:
         if self._answers() or self.refused:
             return not self.refused
         self.close()
+        self.log = log
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environ = {**environ, **FIT, TEMPLATE: str(theirs.fileno())}
         with theirs, open(log, "ab") as file, held_back():
@@ -89,12 +100,11 @@ class Template:
             said = self._receive() if self._hears(0.05) else None
         if said == _READY:
             return True
-        self.close()
-        if not signals:
+        if signals:
+            self.close()
+        else:
             self.refused = True
-            why = "took too long" if said is None else "could not be used"
-            with open(log, "a") as file:
-                file.write(f"ithaca: the process that workers are forked from {why}; they are started one by one\n")
+            self._give_up("took too long" if said is None else "could not be used")
         return False
 
     def fork(
@@ -117,9 +127,14 @@ class Template:
         except OSError:
             answer = b""
         if not answer:
-            self.close()
+            self._give_up("has failed")
             return None
         return Forked(int(answer))
+
+    def _give_up(self, why: str) -> None:
+        self.close()
+        with open(self.log, "a") as file:
+            file.write(f"ithaca: the process that workers are forked from {why}; they are started one by one\n")
 
     def __enter__(self) -> Template:
         return self
