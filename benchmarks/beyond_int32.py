@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 import ithaca
 from ithaca.activations.store import open_store
+from ithaca.model.weights import cast_parameters
 from ithaca.verify.presets import build, preset_config
-from ithaca.verify.reference import cast_parameters, expand_kv
+from ithaca.verify.reference import expand_kv
 
 SHAPE = dict(
     hidden_size=2048, intermediate_size=4096, vocab_size=8192, num_attention_heads=16, num_key_value_heads=4,

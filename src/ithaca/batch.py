@@ -127,8 +127,12 @@ def _check_batch(input_ids: Tensor, labels: Tensor | None, mesh: Mesh, vocabular
             wrong &= value != IGNORE
         if bool(wrong.any()):
             row, at = wrong.nonzero()[0].tolist()
+            token = int(value[row, at])
+            remedy = "check that tokenizer and model belong together"
+            if name == "labels" and token < 0:
+                remedy = f"a token without loss has the label {IGNORE}: labels[labels == {token}] = {IGNORE}"
             problems.append(
-                f"{name}[{row}, {at}] is {int(value[row, at])}, outside the model's vocabulary of {vocabulary:,} "
-                "tokens (0 to {:,}); check that tokenizer and model belong together".format(vocabulary - 1)
+                f"{name}[{row}, {at}] is {token}, outside the model's vocabulary of {vocabulary:,} tokens (0 to "
+                f"{vocabulary - 1:,}); {remedy}"
             )
     require(problems, "this batch cannot be used")

@@ -48,15 +48,55 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, *, compute: torch.dtype, reshard: b
 
 
 def _free_what_stays(root: nn.Module, kept: list[Any]) -> None:
-    """Groups that stay gathered until backward are freed where none comes: after an evaluation, where `parameters()` would
-    otherwise be the gathered copies, and before the next forward, which would otherwise miss an optimizer step."""
+    """Groups that stay gathered until backward are freed where none comes: after an evaluation, and before the next forward,
+    which would otherwise miss an optimizer step. Where backward is still to come, `parameters()` are the shards all the same: they
+    hold the gradients of the step before, which would otherwise seem to have none."""
 
     def free(*_: Any) -> None:
         for module in kept:
             module.reshard()
 
+    def after(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return free()
+        for module in kept:
+            _show_shards(module)
+
     root.register_forward_pre_hook(free, prepend=True)  # before FSDP2's own hook, which gathers
-    root.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else free())
+    root.register_forward_hook(after)
+
+
+def _show_shards(module: nn.Module) -> None:
+    """Let the module hold its shards as parameters, while what was gathered waits for backward."""
+    for parameter in _sharded(module):
+        parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def _sharded(module: Any) -> list[Any]:
+    """FSDP2's own records of a module's parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        state._fsdp_param_group
+    ]  # torch before 2.13 has one at most
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def recover(root: nn.Module) -> None:
+    """After a forward or backward that ended in an exception FSDP2 still stands in its middle, and would leave some gradients of
+    the next step unreduced without a word. Gradients it had not reduced are dropped with the step that failed."""
+    if not isinstance(root, FSDPModule):
+        return
+    if not hasattr(root, "reset_iter_state"):  # torch before 2.13
+        raise RuntimeError(
+            "the last forward or backward failed, and this torch cannot bring FSDP2 back to a clean state; build and prepare "
+            "the model again, or use torch 2.13"
+        )
+    root.reset_iter_state()
+    for module in root.modules():
+        for parameter in _sharded(module) if isinstance(module, FSDPModule) else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

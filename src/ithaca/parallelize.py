@@ -15,7 +15,9 @@ from .attention.head_schedule import head_schedule
 from .fsdp import apply_fsdp
 from .mesh import Mesh, build_mesh
 from .model.adapter import Decoder, read_model
-from .request import route
+from .model.fingerprint import Fingerprint
+from .pretrained import keep_saving
+from .request import route, route_whole
 from .run import Run
 from .stack import Stack, require
 
@@ -75,8 +77,11 @@ def _parallelize(run: Run, weights: str | Path | Callable[[Run], None] | None, s
     decoder = run.decoder
     apply_fsdp(decoder, run.mesh, compute=run.dtype)  # first: a meta model is filled shard by shard
     materialize(run, weights, seed)
-    for module in [decoder.model, decoder.head, *(layer.module for layer in decoder.layers)]:
-        route(module)  # last: context parallelism, stages, tiles and store live in the routed layers
+    route_whole(decoder.model, decoder.base, run.ranks)
+    for module in [decoder.head, *(layer.module for layer in decoder.layers)]:
+        route(module, run.ranks)  # context parallelism, stages, tiles and store live in the routed layers
+    keep_saving(run.model)
+    run.fingerprint = Fingerprint(run.model, decoder.model, decoder.family)  # last: from here on nothing may change
 
 
 def materialize(run: Run, weights: str | Path | Callable[[Run], None] | None, seed: int = 0) -> None:

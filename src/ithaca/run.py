@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from . import faults
 from .activations.loss import LossTerms, cap, fuses, loss_tile, tiled_loss, tiled_scores
@@ -27,14 +26,16 @@ from .attention.head_schedule import Stage
 from .attention.stages import Shape, StagedAttention
 from .batch import Batch, shard_batch
 from .comm import total
+from .fsdp import recover
 from .layer import LayerCall, run_layer
 from .mesh import Mesh
 from .model.adapter import Decoder, Layer
+from .model.fingerprint import Fingerprint
 from .model.norm import apply_norm
 from .model.projection import bind_linear
 from .model.rope import Positions
 from .own_time import OwnTime
-from .request import Request
+from .request import Ranks, Request
 from .stack import Stack, require
 
 
@@ -61,6 +62,11 @@ class Run:
     reserved: int = 0  # largest input for which the store was found to have room
     part: Tensor | None = None  # of the last loss, what this rank added to it
     own: OwnTime = field(default_factory=OwnTime)
+    fingerprint: Fingerprint | None = None  # of the model as it was prepared
+    ranks: Ranks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = Ranks(self.mesh.world.size, sharded=self.mesh.parameters is not None)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -88,23 +94,25 @@ class Run:
         """
         count = batch.supervised if supervised is None else supervised
         terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
-        problems = self._mode_violations() + terms.violations()
+        self._recover()
+        problems = self._violations() + terms.violations()
         if count < 1:
             problems.append(
                 f"supervised={count} must be at least 1: the sum of batch.supervised over the micro-batches"
             )
         require(problems, "this loss cannot be computed")
-        if self.busy:
-            self._recover()
         self.busy = True
         mine: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms)))
         self.busy = False
         self.part = mine.detach()
-        return _GlobalSum.apply(mine, self)  # pyright: ignore[reportReturnType]
+        if torch.is_grad_enabled() and not mine.requires_grad:
+            mine = _Frozen.apply(mine, torch.zeros((), requires_grad=True))  # pyright: ignore[reportAssignmentType]
+        shards = [] if self.mesh.parameters is None else [p for p in self.model.parameters() if p.requires_grad]
+        return _GlobalSum.apply(mine, self, *shards)  # pyright: ignore[reportReturnType]
 
-    def _mode_violations(self) -> list[str]:
-        """Modes of torch in which a forward would go wrong later."""
-        found = []
+    def _violations(self) -> list[str]:
+        """What has changed since `prepare`, and modes of torch in which a forward would go wrong later."""
+        found = [] if self.fingerprint is None else self.fingerprint.changes()
         if torch.is_autocast_enabled(self.mesh.device.type):
             found.append(
                 "torch.autocast is on, but backward computes parts of the forward again outside of it, in another dtype; "
@@ -118,23 +126,17 @@ class Run:
         return found
 
     def _recover(self) -> None:
-        """The last forward or backward ended in an exception that the caller survived: FSDP2 still stands in its middle,
-        and would leave some gradients of the next step unreduced without a word."""
-        if isinstance(self.decoder.model, FSDPModule):
-            if not hasattr(self.decoder.model, "reset_iter_state"):  # torch before 2.13
-                raise RuntimeError(
-                    "the last forward or backward failed, and this torch cannot bring FSDP2 back to a clean state; build and "
-                    "prepare the model again, or use torch 2.13"
-                )
-            self.decoder.model.reset_iter_state()
-        self.busy = False
+        """The last forward or backward ended in an exception that the caller survived."""
+        if self.busy or self.ranks.interrupted:
+            recover(self.decoder.model)
+            self.busy = self.ranks.interrupted = False
 
     def _backward_done(self) -> None:
         self.busy = False
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits of this rank's tokens, [b, s, V]: for checks and short inputs, as they are whole."""
-        require(self._mode_violations(), "these logits cannot be computed")
+        require(self._violations(), "these logits cannot be computed")
 
         def compute() -> Tensor:
             x, _ = self._hidden(batch)
@@ -153,9 +155,8 @@ class Run:
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """For evaluation: cross-entropy of this rank's tokens and whether each label is the likeliest token, [b, s] each. One
         forward; logits exist a tile at a time and for supervised tokens only, others have 0 and False."""
-        require(self._mode_violations(), "these tokens cannot be scored")
-        if self.busy:
-            self._recover()
+        self._recover()
+        require(self._violations(), "these tokens cannot be scored")
 
         def compute() -> tuple[Tensor, Tensor]:
             x, _ = self._hidden(batch)
@@ -309,18 +310,42 @@ class Run:
         return {"store": report}
 
 
-class _GlobalSum(torch.autograd.Function):
-    """Sum over all ranks in forward, identity in backward: gradients are summed by FSDP, once."""
+class _Frozen(torch.autograd.Function):
+    """A loss that nothing can be learned from: it may be looked at, and backward says why it cannot be."""
 
     @staticmethod
-    def forward(ctx, mine: Tensor, run: Run) -> Tensor:
-        ctx.run, ctx.spent = run, False
+    def forward(ctx, mine: Tensor, anything: Tensor) -> Tensor:
+        return mine.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "every parameter of the model is frozen (requires_grad=False), so this loss has no gradient; set requires_grad on "
+            "what is to be trained before prepare, or add adapters"
+        )
+
+
+class _GlobalSum(torch.autograd.Function):
+    """Sum over all ranks in forward, identity in backward: gradients are summed by FSDP, once.
+
+    The shards are inputs so that autograd knows of them: FSDP2 computes on gathered copies and puts gradients into `.grad` by
+    itself, in a whole backward. torch.autograd.grad would return nothing for them."""
+
+    @staticmethod
+    def forward(ctx, mine: Tensor, run: Run, *shards: Tensor) -> Tensor:
+        ctx.run, ctx.spent, ctx.shards = run, False, len(shards)
         return total(mine.detach(), run.mesh.world)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.spent:  # here, before FSDP2's first hook
             raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
+        below = ctx.next_functions[0][0]
+        if below is not None and not torch._C._will_engine_execute_node(below):
+            raise RuntimeError(
+                "torch.autograd.grad and backward(inputs=...) do not reach sharded parameters: FSDP2 computes on gathered copies "
+                "and puts gradients into .grad in a whole backward; call loss.backward() and read parameter.grad"
+            )
         ctx.spent = ctx.run.busy = True
         torch.autograd.Variable._execution_engine.queue_callback(ctx.run._backward_done)
-        return grad, None
+        return grad, None, *[None] * ctx.shards

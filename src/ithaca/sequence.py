@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
+from typing import Any
 
 import torch
 
@@ -54,12 +55,9 @@ def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length:
     """Document lengths per row, checked: positive whole numbers that add up to the sequence length."""
     if documents is None:
         return None
-    if isinstance(documents, torch.Tensor):
-        documents = documents.tolist()
-    documents = list(documents)
+    documents = [_plain(row) for row in _plain(documents)]
     if rows == 1 and documents and all(isinstance(n, int) for n in documents):
         documents = [documents]
-    documents = [row.tolist() if isinstance(row, torch.Tensor) else row for row in documents]
     odd = [type(row).__name__ for row in documents if not isinstance(row, (list, tuple))]
     if len(documents) != rows or odd:
         entries = f"{len(documents)} entries" + (f" of type {odd[0]}" if odd else "")
@@ -68,7 +66,7 @@ def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length:
             "example documents=[[600, 424], [1024]] for two rows of 1,024 tokens"
         )
     checked = []
-    for row, lengths in enumerate(documents):
+    for row, lengths in enumerate([[_plain(n) for n in row] for row in documents]):
         wrong = [n for n in lengths if not isinstance(n, int) or isinstance(n, bool) or n < 1]
         if wrong:
             raise ValueError(
@@ -81,6 +79,11 @@ def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length:
             )
         checked.append(list(lengths))
     return checked
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and numpy's arrays and numbers as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def document_bounds(lengths: Sequence[int], padded: int) -> list[tuple[int, int]]:

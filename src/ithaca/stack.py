@@ -60,10 +60,15 @@ class Stack:
     tensors of the size of its input). None = where the input is at most 1 GiB."""
 
     def __post_init__(self) -> None:
-        for name in PER_LAYER:
-            value = getattr(self, name)
-            if isinstance(value, str) and "+" in value:
-                object.__setattr__(self, name, _per_layer(value))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in PER_LAYER and isinstance(value, list):
+                value = tuple(value)
+            elif field.name in PER_LAYER and isinstance(value, str) and "+" in value:
+                value = _per_layer(value)
+            elif getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
+                value = getattr(value, "item")()  # noqa: B009, as a str has none
+            object.__setattr__(self, field.name, value)
 
     def recompute_of(self, layer: int) -> str:
         return self.recompute if isinstance(self.recompute, str) else self.recompute[layer]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +98,25 @@ def odd_tensors() -> list[Tensor]:
         torch.randn(5, requires_grad=True),
         torch.randn(BLOCK // 4, generator=noise),  # exactly one block
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_between_steps_spends_nothing_of_a_store(kind: str, opened: Opener) -> None:
+    """What a store does at its end, and what it does at every report, are two things for each kind: copies end before tensors are
+    freed in the second step as in the first, and dropped tensors give their memory back by the next report."""
+    store = opened(kind)
+    methods = {name for name in dir(Store) if callable(getattr(Store, name)) and not name.startswith("__")}
+    assert not methods & set(vars(store)), "an attribute hides a method of all stores"
+    finalizers = [value for value in vars(store).values() if isinstance(value, weakref.finalize)]
+    for _ in range(3):
+        handle = store.put([torch.randn(1000)])
+        del handle
+        gc.collect()
+        store.report()
+        store.reset()
+        assert not store._live and not store._lingering and not store._dropped
+        assert all(each.alive for each in finalizers)
+    assert finalizers or kind == "gpu", "a kind that copies waits for its copies when it is collected"
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ithaca.run import Run
 from ithaca.workers import WorkerError, Workers
 
-from .tiny import prepared, tokens
+from .tiny import prepared, tiny, tokens
 
 IDS = tokens(2, 12)
 
@@ -196,3 +197,41 @@ def test_a_launcher_without_a_process_group_is_noticed(monkeypatch: pytest.Monke
         ValueError, match=r"a launcher started 8 processes .* call torch.distributed.init_process_group"
     ):
         prepared()
+
+
+def test_another_number_for_tokens_without_loss_is_refused_with_the_right_one():
+    labels = IDS.clone()
+    labels[0, 3] = -1
+    with pytest.raises(ValueError, match=r"labels\[0, 3\] is -1, .* has the label -100: labels\[labels == -1\] = -100"):
+        prepared().shard(IDS, labels=labels)
+
+
+def test_lengths_may_be_numbers_of_numpy():
+    run, length = prepared(), IDS.shape[1]
+    lengths = [[length - 3, 3]] * IDS.shape[0]
+    wanted = run.loss(run.shard(IDS, documents=lengths))
+    for given in (
+        np.array(lengths),
+        [np.array(row) for row in lengths],
+        [[np.int64(n) for n in row] for row in lengths],
+    ):
+        assert run.loss(run.shard(IDS, documents=given)).equal(wanted)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["plain", "fsdp"])
+def test_a_loss_of_a_frozen_model_says_that_it_is(fsdp: bool):
+    model = tiny().requires_grad_(False)
+    run = prepared(model, shard_parameters=fsdp)
+    loss = run.loss(run.shard(IDS))
+    assert loss.item() > 0
+    with pytest.raises(
+        RuntimeError, match=r"every parameter of the model is frozen .* before prepare, or add adapters"
+    ):
+        loss.backward()
+    assert run.loss(run.shard(IDS)).item() == loss.item()
+
+
+def test_a_z_loss_without_end_is_refused():
+    run = prepared()
+    with pytest.raises(ValueError, match="z_loss=inf must be finite"):
+        run.loss(run.shard(IDS), z_loss=float("inf"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.model.weights import cast_parameters
 from ithaca.workers import Workers
 
 from .tiny import gradients, prepared, tiny, tokens, worst
@@ -99,7 +100,9 @@ def test_adapters_that_are_switched_off_are_not_computed():
 def half_precision_step() -> tuple[float, set[torch.dtype], set[torch.dtype]]:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(tiny().to(torch.bfloat16), LoraConfig(r=2, target_modules=[*LINEARS, "lm_head"]))
+    model = get_peft_model(
+        cast_parameters(tiny(), torch.bfloat16), LoraConfig(r=2, target_modules=[*LINEARS, "lm_head"])
+    )
     run = prepared(model, ulysses=2)
     loss = run.loss(run.shard(tokens()))
     loss.backward()

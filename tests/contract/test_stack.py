@@ -121,3 +121,13 @@ def test_one_recompute_for_each_layer_of_the_model():
 
     with pytest.raises(ValueError, match="recompute='3 layer' names 3 layers, but the model has 2"):
         ithaca.prepare(tiny(), Stack(recompute=("layer", "layer", "layer"), shard_parameters=False))
+
+
+def test_lists_and_numbers_of_numpy_are_taken():
+    import numpy as np
+
+    stack = Stack(recompute=["layer", "keep_attention"], store=["host", "gpu"], tile=np.int64(8))  # pyright: ignore
+    assert stack == Stack(recompute=("layer", "keep_attention"), store=("host", "gpu"), tile=8)
+    assert not stack.violations() and hash(stack) == hash(
+        Stack(recompute="1 layer + 1 keep_attention", store="1 host + 1 gpu", tile=8)
+    )

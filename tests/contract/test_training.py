@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ithaca
+from ithaca.model.weights import cast_parameters
 from ithaca.workers import Workers
 
 from .tiny import gradients, prepared, tiny, tokens, whole
@@ -138,7 +139,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def masters(dtype: torch.dtype | None) -> tuple[Any, ...]:
-    run = ithaca.prepare(tiny().to(torch.bfloat16), ithaca.Stack(ulysses=2), device="cpu", dtype=dtype)
+    run = ithaca.prepare(cast_parameters(tiny(), torch.bfloat16), ithaca.Stack(ulysses=2), device="cpu", dtype=dtype)
     loss = run.loss(run.shard(tokens()))
     loss.backward()
     parameters = list(run.model.parameters())

@@ -328,11 +328,16 @@ def test_early_write_is_noticed(puts: int, two_under_way: None) -> None:
             store.take(handle)
 
 
+@pytest.mark.parametrize("reports", [0, 2], ids=["first step", "third step"])
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_a_store_collected_under_way_does_no_harm(kind: str, tmp_path: Path) -> None:
+def test_a_store_collected_under_way_does_no_harm(kind: str, reports: int, tmp_path: Path) -> None:
     elements = 1 << 22
     for _ in range(3):
         store = open_store(kind, device=CUDA, scratch=tmp_path)  # type: ignore[arg-type]
+        for _ in range(reports):
+            store.take(store.put(pattern(9, elements)))
+            store.report()
+            store.reset()
         handles = [store.put(pattern(layer, elements)) for layer in range(4)]
         delay_lanes(store, random.Random(0))
         store.take(handles.pop())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import MethodType
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 import ithaca
 from ithaca.model.adapter import read_model
 from ithaca.model.families import FAMILIES
+from ithaca.model.weights import cast_parameters
 from ithaca.verify.presets import PRESETS, build, preset_config
 
 
@@ -87,6 +87,7 @@ def test_a_head_of_another_kind_is_refused():
         ("mixtral", "router_jitter_noise", 0.01, "set it to 0.0"),
         ("gemma3", "attn_logit_softcapping", 50.0, "set it to None"),
         ("gemma3", "use_bidirectional_attention", True, "only causal attention"),
+        ("llama3", "is_causal", False, "only causal attention"),
     ],
 )
 def test_a_setting_without_an_exact_path_is_refused(preset: str, setting: str, value: Any, remedy: str):
@@ -159,7 +160,7 @@ def test_a_layer_with_another_forward_is_refused():
 
     model = tiny()
     model.model.layers[1] = Doubled(model.config, 1)
-    assert "Doubled of layer 1 has a forward of its own" in refusal(model)
+    assert "model.layers.1 is a tests.model.test_adapter.Doubled with a forward of its own" in refusal(model)
 
 
 @pytest.mark.parametrize("where", ["model", "layer", "attention"])
@@ -285,7 +286,7 @@ def test_a_compute_dtype_that_nothing_casts_to_is_refused():
     stack = ithaca.Stack(shard_parameters=False)
     with pytest.raises(ValueError, match=r"dtype=torch.bfloat16 .* use shard_parameters=True, or call model.to"):
         ithaca.prepare(tiny(), stack, device="cpu", dtype=torch.bfloat16)
-    run = ithaca.prepare(copy.deepcopy(tiny()).to(torch.bfloat16), stack, device="cpu")
+    run = ithaca.prepare(cast_parameters(tiny(), torch.bfloat16), stack, device="cpu")
     assert run.dtype == torch.bfloat16
 
 
@@ -293,6 +294,6 @@ def test_adapters_in_float32_on_a_half_precision_base_need_fsdp():
     """PEFT makes them so; without FSDP2's casts torch would stop in the middle of a layer."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(tiny().to(torch.bfloat16), LoraConfig(r=2, target_modules=["q_proj"]))
+    model = get_peft_model(cast_parameters(tiny(), torch.bfloat16), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"has parameters of torch.float32, which shard_parameters=False"):
         ithaca.prepare(model, ithaca.Stack(shard_parameters=False), device="cpu")

@@ -269,14 +269,22 @@ def test_check_accepts_the_right_and_refuses_the_wrong(name):
         check_against(module, Rope(rope.inv_freq[:16], rope.scaling), None)
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["cast", "cast and cast back"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_check_allows_a_cast_buffer_its_rounding(dtype):
+def test_frequencies_that_were_cast_are_refused_with_the_way_to_mend_them(dtype: torch.dtype, back: bool):
     config = llama(LLAMA3, dim=128, trained=131_072)
     module, rope = LlamaRotaryEmbedding(config).to(dtype), rope_for(config, None, 1)
-    assert module.inv_freq.dtype == dtype
-    check_against(module, rope, None)
-    with pytest.raises(ValueError, match="rope type 'llama3'"):
-        check_against(module, Rope(rope.inv_freq * 1.02, 1.0), None)
+    module = module.float() if back else module
+    with pytest.raises(ValueError) as caught:
+        check_against(module, rope, None)
+    text = str(caught.value)
+    assert f"as model.to({dtype}) does" in text and f"from_pretrained(..., dtype={dtype})" in text
+    check_against(type(module)(config), rope, None)  # as the message says
+
+
+def test_frequencies_that_are_exact_in_any_dtype_are_not_taken_for_rounded_ones():
+    config = llama({"rope_type": "default", "rope_theta": 16.0}, dim=4, trained=64)
+    check_against(LlamaRotaryEmbedding(config), rope_for(config, None, 1), None)
 
 
 @pytest.mark.parametrize("factor", [32.0, 128.0])

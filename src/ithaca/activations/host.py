@@ -52,8 +52,8 @@ class HostStore(Store):
         self._in = Lane(self.device, self._copies)
         self._leaving: deque[_Leaving] = deque()
         # A store that is collected with copies under way: wait for them before its tensors are freed.
-        self._drain = weakref.finalize(self, _synchronize, self._out, self._in)
-        self._drain.atexit = False
+        self._finalizer = weakref.finalize(self, _synchronize, self._out, self._in)
+        self._finalizer.atexit = False
 
     @property
     def medium(self) -> str:
@@ -161,7 +161,7 @@ class HostStore(Store):
         return True
 
     def _close(self) -> None:
-        self._drain()
+        self._finalizer()
         self._leaving.clear()
         self._pool.close()
 

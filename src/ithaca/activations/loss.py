@@ -35,8 +35,8 @@ class LossTerms:
         found = []
         if not 0.0 <= self.label_smoothing <= 1.0:
             found.append(f"label_smoothing={self.label_smoothing} must be between 0 and 1; use 0.0 to switch it off")
-        if not self.z_loss >= 0.0:
-            found.append(f"z_loss={self.z_loss} must not be negative; use 0.0 to switch it off")
+        if not 0.0 <= self.z_loss < float("inf"):
+            found.append(f"z_loss={self.z_loss} must be finite and not negative; use 0.0 to switch it off")
         return found
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..stack import require
 from .families import FAMILIES, Family, config_violations
+from .guard import model_violations
 from .norm import apply_norm
 from .projection import Projector, adapter_violation, linear_violation
 from .rope import Rope, check_against, rope_for
@@ -100,12 +101,23 @@ class Decoder:
     logit_cap: float | None
     router_weight: float  # coefficient of the balance loss; 0 = not part of the loss
 
+    @property
+    def base(self) -> nn.Module:
+        """What is below the head."""
+        return self.model.model  # pyright: ignore[reportReturnType]
+
     def rope(self, layer_type: str | None, length: int) -> Rope:
         return rope_for(self.config, layer_type, length)
 
 
+def base_model(model: Any) -> nn.Module:
+    """The Hugging Face model inside of PEFT's wrapper. Where adapters were put into the model itself (`model.add_adapter`,
+    `inject_adapter_in_model`) there is no wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def read_model(model: nn.Module) -> Decoder:
-    inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # pyright: ignore[reportCallIssue]
+    inner: Any = base_model(model)
     config: Any = getattr(inner, "config", None)
     kind = getattr(config, "model_type", None)
     family = FAMILIES.get(kind or "")
@@ -124,9 +136,8 @@ def read_model(model: nn.Module) -> Decoder:
             f"Supported: {known}, plain or with PEFT LoRA adapters. A new family is one row in ithaca/model/families.py."
         )
     base = inner.model
-    problems = config_violations(config) + _structure_violations(base, family) + _adapter_violations(model, inner)
-    if not _is_transformers(inner):
-        problems.append(f"{type(inner).__name__} has a forward that is not transformers' own; use the model unpatched")
+    problems = _structure_violations(base, family) or model_violations(model, inner, family)
+    problems += config_violations(config) + _adapter_violations(model, inner)
     if inner.is_gradient_checkpointing:
         problems.append(
             "gradient checkpointing is on, and would run the recompute of the stack twice; call "
@@ -144,7 +155,7 @@ def read_model(model: nn.Module) -> Decoder:
         norm=base.norm,
         head=inner.lm_head,
         tied=getattr(inner.lm_head, "base_layer", inner.lm_head).weight is base.embed_tokens.weight,
-        logit_cap=getattr(config, "final_logit_softcapping", None),
+        logit_cap=getattr(config, "final_logit_softcapping", None) if family.logit_cap else None,
         router_weight=float(config.router_aux_loss_coef) if family.experts and config.output_router_logits else 0.0,
     )
 
@@ -172,12 +183,6 @@ def _structure_violations(base: Any, family: Family) -> list[str]:
                 name = type(module).__name__
                 found.append(f"{name} of layer {index} differs from the known structure in {', '.join(odd)}")
                 return found  # one layer tells enough
-            if not _is_transformers(module):
-                found.append(
-                    f"{type(module).__name__} of layer {index} has a forward of its own, which would not be called; "
-                    "use the layers of transformers as they are"
-                )
-                return found
             direct = [name for name, _ in module.named_parameters(recurse=False)]
             if direct:
                 found.append(f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct)}")
@@ -185,17 +190,11 @@ def _structure_violations(base: Any, family: Family) -> list[str]:
     return found
 
 
-def _is_transformers(module: nn.Module) -> bool:
-    """Whether a module runs the forward that transformers ships: not a subclass, not a patched one."""
-    return type(module).__module__.startswith("transformers.models.") and "forward" not in vars(module)
-
-
 def _adapter_violations(model: Any, inner: Any) -> list[str]:
     found = []
-    if model is not inner:
-        for config in model.peft_config.values():
-            if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-                found.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
+    for config in getattr(model, "peft_config", {}).values():
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+            found.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
     for name, module in inner.named_modules():
         if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "base_layer"):
             problem = adapter_violation(module, name)

@@ -27,6 +27,7 @@ class Family:
     window: str = "none"  # where the sliding window stands: "none", "config" (all layers), "layer" (attention module)
     rope_by_layer: bool = False  # rotary settings differ by config.layer_types
     wide_rope: bool = False  # q and k are rotated in float32 and rounded afterwards
+    logit_cap: bool = False  # config.final_logit_softcapping is obeyed
     experts: bool = False  # some layers have a router, whose balance loss belongs to the loss
 
     @property
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         window="layer",
         rope_by_layer=True,
+        logit_cap=True,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -87,6 +89,10 @@ def config_violations(config: Any) -> list[str]:
         )
     if getattr(config, "use_bidirectional_attention", None):
         found.append("config.use_bidirectional_attention is set, but only causal attention is supported; unset it")
+    if not getattr(config, "is_causal", True):
+        found.append(
+            "config.is_causal=False makes attention see the future, but only causal attention is supported; unset it"
+        )
     if getattr(config, "router_jitter_noise", 0.0):
         found.append(f"config.router_jitter_noise={config.router_jitter_noise} makes routing random; set it to 0.0")
     for name in ("output_attentions", "output_hidden_states"):

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .guard import unpatched
+from .tokenwise import HOOKS
+
 # weight · x / rms(x), the mean square in float32
 PLAIN = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Olmo2")
 _NAMES = {f"{name}RMSNorm" for name in PLAIN}
@@ -37,5 +40,7 @@ def fused(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def _plain(module: nn.Module, x: Tensor) -> bool:
     kind = type(module)
     known = kind.__name__ in _NAMES and kind.__module__.startswith("transformers.models.")
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return known and not hooked and module.weight.dtype == x.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    changed = (
+        "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS) or not unpatched(kind, kind.forward)
+    )
+    return known and not changed and module.weight.dtype == x.dtype  # pyright: ignore[reportAttributeAccessIssue]

@@ -129,9 +129,8 @@ def check_against(module: nn.Module, rope: Rope, layer_type: str | None) -> None
     """Raise ValueError unless `rope` agrees with the model's own rotary module up to the rounding of its buffer.
 
     The guard against a family that computes frequencies in its own way. The module is looked at as it is before any
-    forward, so build `rope` with a length of 1. A buffer that was cast (``model.to(torch.bfloat16)`` does that) may
-    differ by the rounding of its dtype: we keep the exact frequencies, which are those the checkpoint was trained with.
-    Of buffers without values (meta, fake) only the shape is compared.
+    forward, so build `rope` with a length of 1. A buffer that was cast (``model.to(torch.bfloat16)`` does that) is refused
+    with a remedy of its own. Of buffers without values (meta, fake) only the shape is compared.
     """
     prefix = f"{layer_type}_" if hasattr(module, f"{layer_type}_inv_freq") else ""
     kind = getattr(module, "rope_type", "default")
@@ -155,15 +154,33 @@ def check_against(module: nn.Module, rope: Rope, layer_type: str | None) -> None
         raise ValueError(f"{what}: the model scales cos and sin by {scaling}, its config says {rope.scaling}; {remedy}")
     if not _has_values(theirs) or not _has_values(rope.inv_freq):
         return
+    theirs = theirs.detach().cpu()
+    if (cast := _rounded_to(theirs, rope.inv_freq)) is not None:
+        raise ValueError(
+            f"{what}: the model's frequencies ({type(module).__name__}.{name}) were rounded to {cast}, as model.to({cast}) does, "
+            "and its positions with them, so it is not the model that was trained. Load it with "
+            f"from_pretrained(..., dtype={cast}), which leaves them alone, or mend them: "
+            "model.model.rotary_emb = type(model.model.rotary_emb)(model.config)"
+        )
     limits = torch.finfo(theirs.dtype)
     rounding = max(_ROUNDING.get(str(kind), _ROUNDING_ELSEWHERE), limits.eps)
-    error = (theirs.detach().to("cpu", torch.float64) - rope.inv_freq).abs()
+    error = (theirs.double() - rope.inv_freq).abs()
     if not bool((error <= rounding * rope.inv_freq + limits.tiny * limits.eps).all()):
         worst = (error / rope.inv_freq).max().item()
         raise ValueError(
             f"{what}: the model's frequencies differ from its config's by {worst:.1e} (relative), rounding explains "
             f"{rounding:.1e}; {remedy}"
         )
+
+
+def _rounded_to(theirs: Tensor, exact: Tensor) -> torch.dtype | None:
+    """The half precision that frequencies were cast to, even if they were cast back since."""
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = exact.to(dtype).double()
+        off = bool(((rounded - exact) / exact).abs().max() > 1e-4)  # some frequencies are exact in any dtype
+        if theirs.dtype == dtype or (off and bool(((theirs.double() - rounded) / exact).abs().max() < 1e-7)):
+            return dtype
+    return None
 
 
 def _has_values(tensor: Tensor) -> bool:

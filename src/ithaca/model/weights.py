@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..files import inside, open_regular, read_json
 from ..mesh import Mesh
 from .adapter import Decoder
 from .rope import check_against, rope_for
@@ -81,6 +82,7 @@ def _allocate(decoder: Decoder, mesh: Mesh) -> None:
 def _compute_buffers(decoder: Decoder) -> None:
     """Buffers outside the state dict (rotary frequencies, Gemma's embedding scale) are computed, not loaded."""
     model: Any = decoder.model
+    model.model.rotary_emb.float()  # without numbers there was nothing to round yet: model.to(torch.bfloat16) on the meta device
     model.initialize_weights()
     for layer_type in {layer.rope_type for layer in decoder.layers}:
         check_against(model.model.rotary_emb, rope_for(decoder.config, layer_type, 1), layer_type)
@@ -156,14 +158,16 @@ class Folder:
     def __init__(self, folder: Path) -> None:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
-            where: dict[str, str] = json.loads(index.read_text()).get("weight_map", {})
-            for file in where.values():
-                if file != os.path.basename(file) or file in ("", ".", ".."):
-                    raise ValueError(f"{index} points to {file!r}, which is no file of this folder; download it again")
-            self.where = {name: folder / file for name, file in where.items()}
+            found = read_json(index)
+            where = found.get("weight_map") if isinstance(found, dict) else None
+            if not isinstance(where, dict) or not where:
+                raise ValueError(f"{index} has no weight_map, a table of names and files; download it again")
+            try:
+                self.where = {name: inside(folder, file, links=True) for name, file in where.items()}
+            except ValueError as error:
+                raise ValueError(f"{index}: {error}") from None
         elif single.exists():
-            with safe_open(single, "pt") as opened:
-                self.where = dict.fromkeys(opened.keys(), single)
+            self.where = dict.fromkeys(read_header(single), single)
         else:
             raise ValueError(
                 f"{folder} has neither model.safetensors nor model.safetensors.index.json; pass a folder saved with "
@@ -230,18 +234,26 @@ class Folder:
     def _entry(self, name: str) -> dict[str, Any]:
         path = self.where[name]
         if path not in self._headers:
-            with safe_open(path, "pt"):  # the library checks that header and file belong together
-                pass
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            for entry in header.values():
-                entry["start"] = 8 + length + entry["data_offsets"][0]
-            self._headers[path] = header
+            self._headers[path] = read_header(path)
         if name not in self._headers[path]:
             raise ValueError(f"{path} lacks {name}, which the index says it has; download it again")
         return self._headers[path][name]
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """What a safetensors file says about its tensors: dtype, shape, and at which byte each starts."""
+    with open_regular(path) as file:  # the library would wait for a pipe
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            with safe_open(path, "pt"):  # it bounds the header, and checks that header and file belong together
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file ({error}); download it again") from None
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    for entry in header.values():
+        entry["start"] = 8 + length + entry["data_offsets"][0]
+    return header
 
 
 _EXPERTS = re.compile(r"(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
@@ -304,3 +316,10 @@ def _check(model: nn.Module, files: Folder, folder: Path) -> None:
                     f"{' + '.join(names)} has shape {found} in {folder}, but {name} of the model needs {want}; pass the "
                     "folder this model's config came from"
                 )
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As from_pretrained(dtype=...) leaves a model: rotary frequencies stay in float32, which model.to(dtype) would round."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

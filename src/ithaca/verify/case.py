@@ -1,7 +1,8 @@
 """One case of verification: a model, a stack, and the checks that must hold between the two.
 
 Runs inside a process group, the same call on every rank. Rank 0 also runs the untouched Hugging Face model on the whole
-batch, in one process, and compares. In float32 an item is a relative error, ‖ours - theirs‖ / ‖theirs‖, and must stay below 1e-5.
+batch, in one process, and compares. In float32 an item is a relative error, ‖ours - theirs‖ / ‖theirs‖, and must stay below 1e-5,
+plus what float32 angles alone make of the untouched model (reference.py).
 In bfloat16 both are measured against the untouched model in float32: an item is our distance over the untouched bf16 model's
 own, and must stay below 1.2 (a single parameter's gradient below 1.5).
 """
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from ..batch import Batch
 from ..model.config import read_config
+from ..model.weights import cast_parameters
 from ..parallelize import prepare
 from ..stack import Stack
 from .presets import add_lora, build, folder_config, preset_config
-from .reference import Item, Measured, Reference, cast_parameters
+from .reference import Item, Measured, Reference
 
 FLOAT32_LIMIT = 1e-5
 BFLOAT16_LIMIT = 1.2
@@ -150,14 +152,13 @@ class Session:
     def shard(self, data: Data) -> Batch:
         return self.run.shard(data.input_ids, labels=data.labels, documents=data.documents)
 
-    def loss_and_gradients(self, batches: list[Data], name: str) -> list[Item]:
+    def loss_and_gradients(self, batches: list[Data], name: str, angles: bool = False) -> list[Item]:
         """Parity of loss and every gradient, over one or several micro-batches."""
         ours = self.measure(batches)
         if self.reference is None:
             return []
-        return self.reference.compare(
-            ours, [(d.input_ids, d.labels, d.documents) for d in batches], name, self.case.limit
-        )
+        raw = [(d.input_ids, d.labels, d.documents) for d in batches]
+        return self.reference.compare(ours, raw, name, self.case.limit, angles)
 
     def measure(self, batches: list[Data]) -> Measured:
         """Our loss and gradients."""
@@ -213,7 +214,7 @@ def _cut(length: int, row: int) -> list[int]:
 
 
 def _check_plain(session: Session) -> list[Item]:
-    return session.loss_and_gradients([session.data(packed=False)], "")
+    return session.loss_and_gradients([session.data(packed=False)], "", angles=True)
 
 
 def _check_packed(session: Session) -> list[Item]:
