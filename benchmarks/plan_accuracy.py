@@ -9,10 +9,10 @@ Two to four layers of each shape, so that a case takes seconds; AdamW's states a
 more than 5% above or 2% below, or the dry run more than 3% off.
 
 --measure runs one step of each case for real, as rank 0 of N on torch's fake process group, shortest first, all in one process.
-What is compared is torch.cuda.max_memory_allocated; host is the pinned memory that the store holds. Cases marked "timed" run a
-few more steps, and the median of their times is compared with the plan's. --seconds stops before a case that would probably end
-later. With --measured it writes what it finds to that file, runs no dry run that --said does not have, and leaves out what is in
-it already.
+What is compared is torch.cuda.max_memory_allocated; host is the pinned memory that the store holds. Cases
+marked "timed" run a few more steps, and the median of their times is compared with the plan's. --seconds stops before a case that
+would probably end later. With --measured it writes what it finds to that file, runs no dry run that --said does not have, and
+leaves out what is in it already.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from rank_of_n import size
 
-from ithaca.config.schema import Lora
 from ithaca.planner.config import hf_config
 from ithaca.planner.dry_run import Case, dry_run
 from ithaca.planner.hardware import parse_gpus
@@ -45,7 +44,7 @@ from ithaca.stack import Stack
 WHOLE = dict(shard_parameters=False)
 HOST = dict(store="host")
 UPIPE = dict(store="host", engine="composed", recompute="layer")
-# shape, layers, context, ranks, fields of the stack; "lora", "rows", "kernel" and "timed" are of the run
+# shape, layers, context, ranks, fields of the stack; those of `Job` and "timed" are of the run
 CASES: list[tuple[str, int, str, int, dict]] = [
     ("llama32_1b", 3, "8K", 1, {}),
     ("llama32_1b", 3, "16K", 1, dict(**WHOLE, recompute="none", tile=None)),
@@ -101,7 +100,28 @@ CASES: list[tuple[str, int, str, int, dict]] = [
     ("mistral_7b", 3, "64K", 8, dict(recompute="layer", tile=2048)),
     ("mistral_7b", 3, "256K", 8, dict(recompute="layer", tile=16384, kernel="flash")),
     ("mistral_7b", 2, "2M", 8, dict(**HOST, heads_per_stage=1, tile=2048)),
+    # weights and states on the host, adapters on some linears, several micro-batches
+    ("llama32_3b", 8, "32K", 1, dict(tile=8192, offload=True, timed=True, kernel="cudnn")),
+    ("llama32_1b", 4, "32K", 1, dict(tile=8192, offload=True, rows=2, accumulation=2, timed=True, kernel="cudnn")),
+    ("llama32_1b", 4, "32K", 1, dict(tile=8192, rows=2, accumulation=2, timed=True, kernel="cudnn")),
+    (
+        "llama31_8b",
+        8,
+        "64K",
+        1,
+        dict(**HOST, heads_per_stage=8, tile=8192, lora=16, offload=True, timed=True, kernel="cudnn"),
+    ),
+    (
+        "llama31_8b",
+        8,
+        "64K",
+        1,
+        dict(**HOST, heads_per_stage=8, lora=16, targets=("q_proj", "v_proj"), timed=True, kernel="cudnn"),
+    ),
+    ("llama3_8b", 3, "64K", 4, dict(lora=16, offload=True)),
+    ("llama3_8b", 3, "32K", 4, dict(ulysses=1, rows=4, **WHOLE)),
 ]
+OF_RUN = ("lora", "targets", "rows", "accumulation", "kernel", "offload")
 DEVICE = torch.device("cuda", 0)
 LONGEST = 2**21  # that --measure runs: beyond it a step takes minutes
 
@@ -124,16 +144,15 @@ class Row:
     def job(self) -> Job:
         fields = {"ulysses": self.world, **self.given}
         fields.pop("timed", None)
-        lora, rows, kernel = fields.pop("lora", 0), fields.pop("rows", 1), fields.pop("kernel", "fa4")
+        run = {name: fields.pop(name) for name in OF_RUN if name in fields}
         sizes = replace(read_sizes(self.shape), layers=self.layers, windows=(None,) * self.layers)
-        return Job(sizes, Stack(**fields), size(self.context), self.world, rows, kernel, lora=lora)
+        return Job(sizes, Stack(**fields), size(self.context), self.world, **run)
 
     @cached_property
     def case(self) -> Case:
-        job, config = self.job, hf_config(self.shape)
+        config = hf_config(self.shape)
         config.num_hidden_layers = self.layers
-        adapters = Lora(rank=job.lora) if job.lora else None
-        return Case(config, job.stack, job.context, world=job.world, rows=job.rows, kernel=job.kernel, lora=adapters)
+        return Case.of(self.job, config)
 
     @cached_property
     def said(self) -> Memory:
@@ -161,7 +180,7 @@ class Row:
                 f"{peak / 1e9:.2f}",
                 _off((self.ran["peak"] + WORKSPACE) / peak - 1, -0.03, 0.03),
                 _off((self.said.peak + WORKSPACE) / peak - 1, -0.02, 0.05),
-                _off(self.said.host / host - 1, -0.02, 0.02) if host else "",
+                _off((self.said.host - self.said.offloaded) / host - 1, -0.02, 0.02) if host else "",
             ]
             second = self.measured.get("seconds")
             cells.append(f"{second:.2f} s, plan {_off(self.seconds / second - 1, -0.15, 0.15)}" if second else "")

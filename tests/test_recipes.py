@@ -13,6 +13,10 @@ import pytest
 from ithaca import Stack
 from ithaca.cli.main import main
 from ithaca.config import load, recipe_names, recipe_text
+from ithaca.planner.config import requested
+from ithaca.planner.hardware import parse_gpus
+from ithaca.planner.search import plan
+from ithaca.planner.words import describe
 
 NAMES = [
     "llama31_8b_lora_256k_1x24gb", "llama32_3b_3m_8xh100", "llama3_8b_1m_8xh100", "llama3_8b_5m_8xh100",
@@ -71,6 +75,27 @@ def test_the_stretch_of_the_positions_is_the_stretch_of_the_context(name: str):
         assert rope.factor * 8192 == config.data.context
     else:  # Meta gives 8 for 128K
         assert rope.factor / 8 == config.data.context / 2**17
+
+
+MODELS = {
+    "Llama-3.1-8B-Instruct": "llama31_8b", "Llama-3.2-3B": "llama32_3b", "Meta-Llama-3-8B": "llama3_8b",
+    "Qwen3-32B": "qwen3_32b", "Qwen3-4B": "qwen3_4b", "Qwen3-8B": "qwen3_8b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [each for each in NAMES if each != "tiny_cpu"])
+def test_a_recipe_fits_the_hardware_it_is_named_for(name: str):
+    """With its own adapters, optimizer and stack, on machines as they usually are; a phase at a time."""
+    config = load(None, recipe=name).config
+    gpus = name.rpartition("_")[2].replace("1x24gb", "1xrtx4090").replace("16xh100", "2x8xh100")
+    hardware = parse_gpus(gpus)
+    assert hardware.count == config.launch.world and config.launch.gpu_memory in (None, hardware.gpu.memory)
+    contexts = [phase.context for phase in config.phases] or [config.data.context]
+    for context in contexts:
+        asked = {**requested(config), "context": context}
+        found = plan(MODELS[Path(config.model.folder).name], gpus=hardware, stack=config.stack.chosen, **asked)
+        assert found.fits, describe(found)[0]
+        assert (found.job.lora, found.job.offload) == (16 if config.model.lora else 0, config.train.offload_optimizer)
 
 
 def test_the_demo_and_the_two_node_run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ def with_(section: str, **changes: Any) -> Config:
 
 def test_a_good_one():
     assert violations(GOOD) == []
+    edge = dict(lr=3.4e38, eps=1.2e-38, weight_decay=0.0, min_lr=0.0, betas=(0.0, 0.9999999), clip=None)
+    assert violations(with_("train", **edge)) == []
 
 
 EIGHT = dict(launch=Launch(workers=4, nodes=2))
@@ -55,6 +58,22 @@ EIGHT = dict(launch=Launch(workers=4, nodes=2))
         (with_("train", lr=0.0), "train.lr=0.0 must be above 0"),
         (with_("train", lr=1e-6, min_lr=1e-5), "train.min_lr=1e-05 is above train.lr=1e-06"),
         (with_("train", betas=(0.9, 1.0)), "train.betas=[0.9, 1.0] must both be at least 0 and below 1"),
+        (with_("train", betas=(0.9, 1 - 1e-12)), "must both be at least 0 and below 1, in float32 too"),
+        (with_("train", betas=(math.nan, 0.95)), "train.betas=(nan, 0.95) must be finite"),
+        (with_("train", lr=math.inf), "train.lr=inf must be finite"),
+        (with_("train", lr=math.nan), "train.lr=nan must be finite"),
+        (with_("train", lr=1e39), "train.lr=1e+39 is infinite in float32, which training computes in; give a number"),
+        (with_("train", lr=1e-46), "train.lr=1e-46 is 0 or nearly 0 in float32"),
+        (with_("train", eps=1e-46), "train.eps=1e-46 is 0 or nearly 0 in float32"),
+        (with_("train", eps=1e-40), "train.eps=1e-40 is 0 or nearly 0 in float32"),
+        (with_("train", weight_decay=1e39), "train.weight_decay=1e+39 is infinite in float32"),
+        (with_("train", weight_decay=math.inf), "train.weight_decay=inf must be finite"),
+        (with_("train", clip=1e-50), "train.clip=1e-50 is 0 or nearly 0 in float32"),
+        (with_("train", clip=math.inf), "train.clip=inf must be finite"),
+        (with_("train", z_loss=1e39), "train.z_loss=1e+39 is infinite in float32"),
+        (with_("model", lora=Lora(alpha=1e39)), "model.lora.alpha=1e+39 is infinite in float32"),
+        (with_("model", lora=Lora(alpha=math.inf)), "model.lora.alpha=inf must be finite"),
+        (replace(GOOD, launch=Launch(grace=math.nan)), "launch.grace=nan must be finite"),
         (with_("train", label_smoothing=1.0), "train.label_smoothing=1.0 must be below 1"),
         (with_("train", z_loss=-1.0), "train.z_loss=-1.0 must be at least 0"),
         (with_("train", clip=0.0), "train.clip=0.0 must be above 0"),

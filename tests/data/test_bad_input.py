@@ -170,7 +170,10 @@ BAD: dict[str, tuple[Make, list[str]]] = {
     ),
     "a folder without data": (
         lambda folder: [str(folder), *lines("x", name="README")(folder)][:1],
-        ["has no file to read (.jsonl, .ndjson, .parquet, .txt, .npy) among 1 files"],
+        [
+            "has no file to read (.jsonl, .ndjson, .parquet, .txt, .npy",
+            "among 1 files; left out: 1 file, of no known format: README",
+        ],
     ),
     "a glob without a match": (lambda folder: [str(folder / "*.jsonl")], ["no file matches", "*.jsonl"]),
     "a file that is not there": (

@@ -75,7 +75,7 @@ def test_a_template_may_refuse():
 def test_supervised_tokens_are_those_of_the_spans(tmp_path: Path, template: str):
     parts = tokenizer_parts(load_tokenizer(save_tokenizer(tmp_path, template=template)))
     text, spans = render_chat(TALK, template, {})
-    pieces = list(encode_text(text, spans, "chat", Encoder(parts), eos=True))
+    pieces = list(encode_text(text, spans, "chat", Encoder(parts, parse=True), eos=True))
     ids = np.concatenate([ids for ids, _ in pieces])
     seen = np.concatenate([seen for _, seen in pieces])
     loaded = load_tokenizer(tmp_path)
@@ -90,7 +90,7 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path):
     messages = chat("hello there", "good day", "and\nnow?", "well, then")["messages"]
     theirs = loaded.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     text, spans = render_chat(messages, MARKED, {})
-    ((ids, seen),) = encode_text(text, spans, "chat", Encoder(tokenizer_parts(loaded)), eos=True)
+    ((ids, seen),) = encode_text(text, spans, "chat", Encoder(tokenizer_parts(loaded), parse=True), eos=True)
     assert seen is not None
     assert ids.tolist() == theirs["input_ids"] and seen.astype(int).tolist() == theirs["assistant_masks"]
 

@@ -43,7 +43,7 @@ def test_pack_says_what_became_of_everything(tmp_path: Path, tokenizer: Path, ca
     code, out, err = run(capsys, *command)
     assert code == 0, err
     assert "61 documents, " in out and "left out: 2 empty" in out
-    assert "not read, of no known format: 1 files (notes.md)" in out
+    assert "left out: 1 file, text beside records: notes.md" in out
     assert "rows of 512 tokens, " in out and "1 documents are longer (longest " in out and "split into " in out
     assert "packing: 100%" in err  # plain lines where there is no terminal
     code, out, _ = run(capsys, *command)

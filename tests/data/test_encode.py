@@ -63,8 +63,10 @@ def test_windows_change_nothing(make):
 def test_it_is_what_transformers_gives(tokenizer: Path):
     loaded = load_tokenizer(tokenizer)
     text = words(200, 5, odd=True) + " <|end|> and </s>"
-    (ids,) = Encoder(tokenizer_parts(loaded)).batch([text])
-    assert ids == loaded(text, add_special_tokens=False)["input_ids"]
+    for parse in (False, True):
+        (ids,) = Encoder(tokenizer_parts(loaded), parse=parse).batch([text])
+        assert ids == loaded(text, add_special_tokens=False, split_special_tokens=not parse)["input_ids"]
+        assert (2 in ids) == parse  # </s>
 
 
 def test_truncation_that_somebody_left_in_the_file_is_not_applied():

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ithaca.data.find import HIDDEN, UNKNOWN, find_files
 from ithaca.data.folder import Packed
 from ithaca.data.pack import pack
 from ithaca.data.readers import read_text, split_parts
-from ithaca.data.source import Source, find_files
+from ithaca.data.source import Source
 from ithaca.data.tokenizer import check_tokenizer, load_tokenizer
 
 from .make import CHATML, byte_level, chat, pack_ids, pack_random, save_tokenizer, words, write_jsonl
@@ -83,7 +84,7 @@ def test_text_files_in_a_folder_are_documents(tmp_path: Path, tokenizer: Path):
     (folder / "README").write_text("nor this")
     packed = packing(tmp_path, folder, tokenizer)
     assert documents(packed) == expected(tokenizer, TEXTS[:3])
-    assert packed.manifest["sources"][0]["ignored"] == ["README"]
+    assert packed.manifest["sources"][0]["left_out"] == {HIDDEN: [".hidden.txt"], UNKNOWN: ["README"]}
 
 
 def test_a_long_text_file_is_read_in_pieces(tmp_path: Path, tokenizer: Path):
@@ -380,8 +381,7 @@ def test_manifests_that_are_none(tmp_path: Path):
         ("{", "manifest.json cannot be read"),
         ("[]", "is not the manifest of a packed folder"),
         (json.dumps({**good, "version": 99}), "has format version 99, this ithaca reads 1"),
-        (json.dumps({**good, "files": {"../x": {}}}), "names the file '../x' outside of the folder"),
-        (json.dumps({**good, "documents": 5}), "documents.bin and manifest.json do not agree"),
+        (json.dumps({**good, "documents": 5}), "'documents.bin' should have 48 bytes by its counts, not 168"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

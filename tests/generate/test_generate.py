@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_ask_about_a_file(folder: Path, tmp_path: Path, capsys, monkeypatch, cha
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :]
     assert out.rpartition("\n(")[0].strip() == tokenizer.decode(wanted, skip_special_tokens=True).strip()
     assert re.search(rf"\({ids.shape[1]:,} tokens read, \d+ written", out)
+
+
+def test_an_answer_comes_without_a_stack_of_cpp(folder: Path, tmp_path: Path, monkeypatch, recwarn):
+    """As on CPUs without bf16 instructions, on which torch gives a warning of twenty lines at the first product of matrices."""
+    warning = "mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul: mkldnn_matmul bf16 path needs a cpu with bf16 support\n"
+    linear, came = torch.nn.functional.linear, []
+
+    def product(*given: torch.Tensor | None) -> torch.Tensor:
+        warnings.warn(warning + "frame #0: c10::Error::Error", UserWarning, stacklevel=1)
+        came.append(1)
+        return linear(*given)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ithaca.model.projection.F.linear", product)
+    assert main(["ask", str(folder), "What?", "--tokens", "1", "--cpu", "1"]) == 0
+    assert came and not [each for each in recwarn if "mkldnn" in str(each.message)]
 
 
 def test_mistakes_are_one_screen(folder: Path, tmp_path: Path, capsys, monkeypatch):

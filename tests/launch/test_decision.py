@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,19 +32,6 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # It runs
-
-
-def test_the_launcher_of_a_run_needs_no_torch(tmp_path: Path):
-    program = """
-import sys
-from ithaca.launch import decision
-decision.supervise = lambda *_: print(sorted({"torch", "transformers", "numpy"} & set(sys.modules))) or 0
-from ithaca.cli.main import main
-sys.exit(main(["train", "--recipe", "tiny_cpu", "--run.folder", sys.argv[1]]))
-"""
-    command = [sys.executable, "-c", program, str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_workers_of_one_machine_find_each_other(run_yaml: Write):

@@ -72,6 +72,31 @@ def test_the_panel_fits(width: int, height: int, state: str):
     assert len(lines) <= height and max(map(len, lines)) <= width
 
 
+def test_the_panel_goes_on_between_logged_steps_and_says_how_it_ended():
+    """Of ten steps the first is logged; the third is being saved when the run stops."""
+    console = terminal(120, color_system=None)
+    display = Display("run", 10, console=console, quiet=True)
+    display.step(record(1), eta=90.0, typical=10.0, next_save=3)
+
+    def shown(width: int = 120, height: int = 30) -> str:
+        console = terminal(width, height, color_system=None)
+        console.print(display._state)
+        return text_of(console)
+
+    display.doing("step 3", 2)
+    assert "step 2 of 10" in shown() and "20.0%" in shown() and "step 3, in 10.0s" in shown()
+    assert shown(60, 2).startswith("step 3; step 1/10")
+    display.doing("saving", 3)
+    assert "step 3 of 10" in shown() and "saving, 0.0s" in shown()
+    display.ended("stopped", 3)
+    assert "step 3 of 10" in shown() and "stopped" in shown() and "saving" not in shown() and "ETA -" in shown()
+    console = terminal(120, color_system=None)
+    with pytest.raises(RuntimeError), Display("run", 10, console=console) as display:
+        display.doing("saving", 3)
+        raise RuntimeError
+    assert "failed" in text_of(console).rpartition("╭")[2]
+
+
 def test_a_terminal_without_unicode_gets_none():
     console = Console(file=io.TextIOWrapper(io.BytesIO(), "ascii"), force_terminal=True, width=120, height=30)
     console.print(busy(console))  # would raise
@@ -179,6 +204,8 @@ FACTS = dict(
 
 
 def test_first_lines():
+    done = headline(Facts(**{**FACTS, "done": FACTS["steps"], "checkpoint": "step-9"}))
+    assert f"all {FACTS['steps']:,} steps done" in done and ", 0 in all" in done
     assert headline(Facts(**FACTS)).splitlines() == [
         "ithaca 0.1.0 trains Llama-3.1-8B at 1M tokens, 1,000 steps, on 8 × NVIDIA H100 80GB HBM3",
         "  stack   ulysses 8, heads_per_stage 1, recompute keep_attention, store host, tile 4096, engine streamed, FSDP2, "

@@ -26,18 +26,26 @@ LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a
 
 
 @pytest.mark.parametrize(
-    ("stack", "context", "world", "lora", "layers"),
+    ("stack", "context", "world", "more", "layers"),
     [
-        (Stack(tile=1024), 4096, 1, 0, (6, 4)),
-        (Stack(recompute="none", tile=None, shard_parameters=False), 2048, 1, 0, (6, 4)),
-        (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, 0, (6, 4)),
-        (Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2), 2 * LONG, 2, 8, (6, 4)),
-        (Stack(store="5 host + 5 gpu", tile=LONG // 2), LONG, 1, 0, (10, 8)),
-        (Stack(store="5 gpu + 1 host", tile=LONG // 2), LONG, 1, 0, (6, 5)),
-        (Stack(recompute="5 layer + 2 keep_attention", store="6 host + 1 gpu", tile=LONG // 2), LONG, 1, 0, (7, 6)),
+        (Stack(tile=1024), 4096, 1, {}, (6, 4)),
+        (Stack(tile=2048), 2048, 1, dict(offload=True, accumulation=2), (6, 4)),
+        (Stack(recompute="none", tile=None, shard_parameters=False), 2048, 1, {}, (6, 4)),
+        (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, {}, (6, 4)),
+        (
+            Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2),
+            2 * LONG,
+            2,
+            dict(lora=Lora(rank=8)),
+            (6, 4),
+        ),
+        (Stack(store="5 host + 5 gpu", tile=LONG // 2), LONG, 1, {}, (10, 8)),
+        (Stack(store="5 gpu + 1 host", tile=LONG // 2), LONG, 1, {}, (6, 5)),
+        (Stack(recompute="5 layer + 2 keep_attention", store="6 host + 1 gpu", tile=LONG // 2), LONG, 1, {}, (7, 6)),
     ],
     ids=[
         "on the GPU",
+        "offloaded, two micro-batches",
         "nothing recomputed",
         "host",
         "disk, composed, LoRA",
@@ -46,9 +54,9 @@ LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a
         "three blocks",
     ],
 )
-def test_what_is_added_up_is_what_runs(stack: Stack, context: int, world: int, lora: int, layers: tuple[int, int]):
+def test_what_is_added_up_is_what_runs(stack: Stack, context: int, world: int, more: dict, layers: tuple[int, int]):
     config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": layers[0]})
-    case = Case(config, stack, context, world=world, lora=Lora(rank=lora) if lora else None)
+    case = Case(config, stack, context, world=world, **more)
     every, some = dry_run(case, every=True), dry_run(case)
     assert (every.executed, some.executed) == layers and every.layers == some.layers == layers[0]
     assert (some.host, some.disk) == (every.host, every.disk)

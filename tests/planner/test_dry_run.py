@@ -165,7 +165,7 @@ def test_families(family: str):
     found = dry_run(
         Case(config(family), Stack(ulysses=2, ring=2, heads_per_stage=2, tile=512, store="disk"), 4096, world=4)
     )
-    assert found.peak > 0 and found.disk > 0 and found.host == 0
+    assert found.peak > 0 and found.host == found.disk // 2 > 0, "of three layers the last waits in host memory"
     assert sum(found.phases["backward"].values()) > sum(found.phases["load"].values())
 
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import ithaca
-from ithaca.activations import store
+from ithaca.activations import loss, store
 from ithaca.attention import stages
 from ithaca.config.schema import Lora
 from ithaca.layer import call, streamed
-from ithaca.model import rope
+from ithaca.model import norm, rope
 from ithaca.planner import job
 from ithaca.planner.config import hf_config
 from ithaca.planner.dry_run import Case, dry_run
 from ithaca.planner.job import IN_FLIGHT, Job
 from ithaca.planner.memory import Flight, predict
-from ithaca.planner.model import PRESETS, ModelSizes, read_sizes, sizes_of
+from ithaca.planner.model import FUSED_NORMS, PRESETS, ModelSizes, read_sizes, sizes_of
 from ithaca.planner.sizes import Sizes
 from ithaca.sequence import Layout
 from ithaca.stack import Stack
@@ -93,6 +93,9 @@ def test_constants_are_those_of_the_code():
     assert job.PROJECTION_TILES == call.PROJECTION_TILES and job.TILES_PER_PIECE == streamed.TILES_PER_PIECE
     assert job.HOLD_BYTES == streamed.HOLD_BYTES and job.OVERLAP_BYTES == stages.OVERLAP_BYTES
     assert job.IN_FLIGHT == store.IN_FLIGHT and job.TABLE_BYTES == rope.TABLE_BYTES
+    assert FUSED_NORMS == norm.PLAIN
+    for fused, elements in job.LOSS_TILE.items():
+        assert loss.loss_tile(2**20, 2, 32000, fused) == elements // (2 * 32000)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -123,7 +126,7 @@ def test_a_config_says_what_is_missing(tmp_path: Path):
     with pytest.raises(ValueError, match="is not a model's config: it holds a list"):
         read_sizes(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read as JSON"):
+    with pytest.raises(ValueError, match="cannot be read"):
         read_sizes(str(tmp_path / "config.json"))
     with pytest.raises(ValueError, match=re.escape("nothing is downloaded")):
         read_sizes("meta-llama/Llama-3.1-8B")

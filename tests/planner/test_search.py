@@ -11,11 +11,12 @@ import pytest
 
 import ithaca
 from ithaca.cli.main import main
-from ithaca.config.sizes import parse_tokens
+from ithaca.config.sizes import format_bytes, parse_tokens
 from ithaca.planner.candidates import candidates
 from ithaca.planner.hardware import GPUS, parse_gpus
 from ithaca.planner.job import Job
 from ithaca.planner.memory import predict
+from ithaca.planner.plan import HOST_SHARE
 from ithaca.planner.search import LEANER, NEARLY, _Asked, _families, max_context, plan
 from ithaca.planner.speed import estimate
 from ithaca.planner.words import beside, describe
@@ -27,7 +28,7 @@ EIGHT = dict(gpus="8xH100-80GB", host="2TB", disk="20TB")
 def test_it_is_the_fastest_of_all_that_fit():
     found = plan("llama3_8b", context="1M", **EIGHT)
     hardware = found.hardware
-    asked = _Asked(found.model, hardware, found.context, 1, "adamw", 0, "fa4")
+    asked = _Asked(found.job, hardware)
     others = [asked.look(stack) for stack in candidates(found.model, hardware, found.context, 1, {})]
     fitting = [each for each in others if each.fits]
     assert found.fits and 1 < len(fitting) <= len(others)
@@ -41,7 +42,7 @@ def test_it_is_the_fastest_of_all_that_fit():
 def test_the_last_candidate_asks_least_of_the_gpu(model: str, gpus: str, disk: str | None):
     """What lets the search give up early."""
     found = plan(model, context="2M", gpus=gpus, disk=disk, advise=False)
-    asked = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4")
+    asked = _Asked(found.job, found.hardware)
     others = [asked.look(stack) for stack in candidates(found.model, found.hardware, found.context, 1, {})]
     assert others[-1].peak <= NEARLY * min(each.peak for each in others)
 
@@ -53,7 +54,7 @@ def test_the_last_candidate_asks_least_of_the_gpu(model: str, gpus: str, disk: s
 def test_a_family_is_judged_by_its_leanest(model: str, gpus: str, context: str):
     """What lets the search leave out a family unseen: none in it needs much less, and all keep the same elsewhere."""
     found = plan(model, context=context, gpus=gpus, disk="20TB", advise=False)
-    asked = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4")
+    asked = _Asked(found.job, found.hardware)
     families = _families(list(candidates(found.model, found.hardware, found.context, 1, {})))
     assert len(families) == 11 and max(map(len, families)) > 4
     for family in families:
@@ -104,9 +105,9 @@ def test_as_many_layers_keep_attention_as_there_is_room_for():
 
 
 def test_fewer_heads_at_a_time_where_that_lets_more_layers_keep_attention():
-    found = plan("llama3_8b", context="2M", gpus="8xH100-80GB", host="512GB")
+    found = plan("llama3_8b", context="2M", gpus="8xH100-80GB", host="625GB")
     assert found.fits and found.stack.heads_per_stage is not None and "keep_attention" in found.stack.recompute
-    asked, layers = _Asked(found.model, found.hardware, found.context, 1, "adamw", 0, "fa4"), found.model.layers
+    asked, layers = _Asked(found.job, found.hardware), found.model.layers
     for heads in (None, 2, 1):
         for keep in range(1, layers):
             mixed = ("layer",) * (layers - keep) + ("keep_attention",) * keep
@@ -170,9 +171,46 @@ def test_a_model_that_no_context_is_short_enough_for():
 def test_host_memory_that_is_short_is_named():
     found = plan("llama3_8b", gpus="8xH100-80GB", context="5M", host="1.1TB")
     assert not found.fits and found.peak < found.budget  # of those that do not fit, the nearest
-    assert len(found.shortages) == 1 and found.shortages[0].startswith("host memory (1.4 TB pinned")
+    assert len(found.shortages) == 1 and found.shortages[0].startswith(f"host memory ({format_bytes(found.host)} a")
     need = next(line for line in found.advice if "of host memory a machine" in line).split(" of ")[0]
-    assert plan("llama3_8b", gpus="8xH100-80GB", context="5M", host="1.7TB").fits and need == "1.6 TB"
+    assert plan("llama3_8b", gpus="8xH100-80GB", context="5M", host="1.7TB").fits and need == "1.7 TB"
+
+
+def test_host_memory_that_nobody_named_is_assumed_and_said():
+    """A card of 24 GB does not stand in a machine with 300 GB."""
+    options = dict(gpus="1xRTX4090", lora=16, advise=False)
+    unsaid, said = (plan("llama32_3b", context="832K", host=host, **options) for host in (None, "1TB"))
+    assert unsaid.hardware.assumed == ("host",) and unsaid.hardware.host == GPUS["rtx4090"].host
+    assert not unsaid.fits and said.fits and said.host > 3e11 and said.hardware.assumed == ()
+    assert any("an assumed" in each for each in unsaid.shortages if each.startswith("host memory"))
+    longest = max_context("llama32_3b", gpus="1xRTX4090", lora=16)
+    assert longest.fits and longest.context < 832 * 2**10 and longest.host <= HOST_SHARE * longest.hardware.host
+    condition = f"if a machine has {format_bytes(longest.host / HOST_SHARE)} of host memory (assumed "
+    assert condition in describe(longest)[0] and "give --host)" in describe(longest)[0]
+    assert longest.json()["assumed"] == longest.assumed and "of host memory a machine" in longest.assumed[0]
+    assert not plan("llama3_8b", gpus="8xH100-80GB", context="1M", host=0, store="host", advise=False).fits
+    node = plan("llama3_8b", gpus="8xH100-80GB", context="1M")
+    assert node.fits and 2e12 < node.hardware.host < 2.3e12, "as such nodes have"
+    given = plan("llama3_8b", gpus="8xH100-80GB", context="1M", host="2TB")
+    assert " if " not in describe(given)[0] and not any("host memory" in each for each in given.assumed)
+
+
+def test_scratch_space_that_nobody_named_is_assumed_and_said():
+    stack = Stack(ulysses=8, heads_per_stage=1, store="disk")
+    found = plan("llama3_8b", gpus="8xH100-80GB", context="1M", stack=stack)
+    assert found.fits and "disk" in found.hardware.assumed and found.disk > 4e11
+    assert f"{format_bytes(found.disk)} of scratch space (assumed " in describe(found)[0]
+    assert not plan("llama3_8b", gpus="8xH100-80GB", context="32M", stack=stack).shares["disk"] < 1
+    assert "disk" not in plan("llama3_8b", gpus="8xH100-80GB", context="1M").shares, "no disk is used that nobody named"
+
+
+def test_a_context_the_model_was_not_made_for_is_said():
+    found = plan("llama3_8b", gpus="8xH100-80GB", context="1M")
+    remedy = "--model.rope.rope_type yarn --model.rope.factor 128 --model.rope.original_max_position_embeddings 8192"
+    assert found.too_long is not None and remedy in found.too_long and found.json()["too_long"] == found.too_long
+    assert any("was made for 8,192 positions" in line and remedy in line for line in describe(found))
+    short = plan("llama3_8b", gpus="8xH100-80GB", context="8K")
+    assert short.too_long is None and not any("was made for" in line for line in describe(short))
 
 
 def test_where_nothing_fits_it_says_what_would():
@@ -285,6 +323,13 @@ def test_the_command(capsys):
         "9TB",
     )
     assert code == 0 and "this" in out and "composed" in out
+    asked = ["llama32_1b", "--gpus", "1xH200", "--context", "8K", "--lora", "8", "--lora-targets", "q_proj,o_proj"]
+    code, out, _ = run(
+        capsys, *asked, "--offload-optimizer", "--rows", "4", "--accumulation", "2", "--json", "--dry-run"
+    )
+    shown = json.loads(out)
+    assert code == 0 and shown["lora_targets"] == ["q_proj", "o_proj"] and shown["offload_optimizer"] is True
+    assert shown["host"] == pytest.approx(shown["dry_run"]["host"], rel=0.02) and shown["accumulation"] == 2
     code, out, _ = run(
         capsys, "llama32_1b", "--gpus", "1xH200", "--context", "8K", "--explain", "--dry-run", "--layers", "2"
     )
@@ -301,6 +346,15 @@ def test_the_command(capsys):
         (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--set", "ulysses=3"], "no stack is possible"),
         (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--set", "store=tape"], "store='tape' is unknown"),
         (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--optimizer", "sgd"], "optimizer='sgd' is unknown"),
+        (["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--lora-targets", "q_proj"], "give --lora RANK too"),
+        (
+            ["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--lora", "8", "--lora-targets", "q"],
+            "no linear layer called q",
+        ),
+        (
+            ["llama3_8b", "--gpus", "8xH100", "--context", "1M", "--rows", "3", "--accumulation", "2"],
+            "into 2 micro-batches",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], words: str, capsys):
@@ -318,9 +372,29 @@ def test_it_answers_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_plans_ladders_and_recipes_need_nothing_that_draws(tmp_path):
+    """rich is for those who watch a run."""
+    code = f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "rich":
+            raise ModuleNotFoundError("No module named 'rich'", name="rich")
+sys.meta_path.insert(0, Missing())
+from ithaca.cli.main import main
+page = {str(tmp_path / "page.html")!r}
+for arguments in ("plan llama3_8b --gpus 8xH100 --context 1M --html " + page, "ladder llama32_1b --gpus 1xH200 --context 64K",
+                  "recipes ls", "recipes show tiny_cpu", "doctor"):
+    assert main(arguments.split()) == 0, arguments
+assert "rich" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_plan_beside_what_came():
     found = plan("llama32_1b", context="64K", gpus="1xH200")
-    said = beside(found, 2, found.allocated * 11 // 10, found.speed.seconds * 3)
+    said = beside(found, found.allocated * 11 // 10, found.speed.seconds * 1.5)
     assert said.startswith("plan: ") and "(+10.0%)" in said and said.endswith("s (+50.0%)")
 
 

@@ -57,7 +57,7 @@ def test_odd_records_leave_gaps_and_broken_ones_are_one_sentence(evaluated: Path
     found = data_of(render(run=run))["evaluation"]
     assert found["maps"] == [] and found["positions"] == [] and found["tasks"][0]["accuracy"] is None
     (run / "eval" / "step-2.json").write_text("{")
-    with pytest.raises(ValueError, match=r"step-2.json is not JSON"):
+    with pytest.raises(ValueError, match=r"step-2.json cannot be read"):
         render(run=run)
 
 

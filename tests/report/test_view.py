@@ -247,6 +247,23 @@ def test_the_stack_says_why_and_what_differs(run: Path, tmp_path: Path):
     assert rows["recompute"]["planned"] == "2 × layer, none"
 
 
+def test_the_stack_says_which_attention_ran(tmp_path: Path):
+    def attention(page: str) -> str:
+        return {row["field"]: row["value"] for row in data_of(page)["stack"]}["attention"]
+
+    run = samples.write_run(tmp_path / "run", steps=8)
+    assert attention(render(run=run)) == "auto", "a run of an older ithaca does not say"
+    with open(run / "metrics.jsonl", "a") as file:
+        for kernel in ("cudnn", "fa4"):  # the last start counts
+            file.write(
+                json.dumps({"event": "resume", "time": "2026-11-15T13:00:00Z", "from_step": 8, "attention": kernel})
+                + "\n"
+            )
+        file.write(json.dumps({"event": "stop", "time": "2026-11-15T13:00:00Z"}) + "\n")
+    assert attention(render(run=run)) == "fa4 (auto)"
+    assert attention(render(plan=samples.plan(), profile={**samples.profile(), "kernel": "flash"})) == "flash (auto)"
+
+
 # Harmless.
 
 EVIL = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> \u2028 \ud800 {{data}} {{script}}"

@@ -38,7 +38,7 @@ def forge(path: Path, name: str, data: bytes) -> None:
     (digest,) = digests({name: path / name}).values()
     manifest["files"][name] = {"size": len(data), "sha256": digest, "modified": (path / name).stat().st_mtime_ns}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert files.verify(path) == [], "to ithaca it looks as it should"
+    assert files.changed(path, list(files.listed(path))) == [], "its bytes are what the manifest says"
 
 
 def change_state(path: Path, change: Any) -> None:
@@ -76,7 +76,8 @@ def test_the_command_line_says_so_with_code_4(tmp_path: Path, marker: Marker, ca
         assert (
             "refusing to load" in heard and "posix.mkdir, which no checkpoint needs and which could run code" in heard
         )
-    assert main(["ckpt", "verify", str(path)]) == 0 and main(["ckpt", "ls", str(path)]) == 0  # which read it as bytes
+    assert main(["ckpt", "verify", str(path)]) == 4 and "refusing to load" in capsys.readouterr().out
+    assert main(["ckpt", "ls", str(path)]) == 0  # which does not look inside
 
 
 def test_a_model_config_that_names_code_or_kernels(tmp_path: Path, marker: Marker, monkeypatch: pytest.MonkeyPatch):

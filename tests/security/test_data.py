@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 import yaml
 
+from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.data.folder import Packed
+from ithaca.data.manifest import content_of
 from ithaca.data.pack import pack
 from ithaca.data.plan import open_plan
 from ithaca.data.source import Source
+from ithaca.files import inside
 from ithaca.floors import FLOORS, too_old
 from ithaca.redact import redacted
 from ithaca.report.page import render
@@ -74,6 +77,62 @@ def test_a_parquet_file_with_a_pickled_type(tmp_path: Path, marker: Marker):
     assert evil in parquet.read_schema(tmp_path / "a.parquet").field(0).metadata.values()
     pack([Source(str(tmp_path / "a.parquet"))], tmp_path / "out", vocabulary=10, eos=False, quiet=True, workers=1)
     assert Packed(tmp_path / "out").manifest["tokens"] == 12
+
+
+@pytest.mark.parametrize("name", ["../secret.txt", "/secret.txt", "tokenizer/../../secret.txt", "link"])
+def test_a_packed_folder_that_names_files_of_others(tmp_path: Path, capsys: Any, name: str):
+    """Its tokens would be somebody's file, and `inspect` would print them."""
+    np.save(tmp_path / "a.npy", np.arange(64))
+    pack([Source(str(tmp_path / "a.npy"))], tmp_path / "out", vocabulary=70_000, eos=False, quiet=True, workers=1)
+    path = tmp_path / "out/manifest.json"
+    manifest = json.loads(path.read_text())
+    secret = "the secret is 4711".encode("utf-16-le")
+    (tmp_path / "secret.txt").write_bytes(secret.ljust(256, b"\0"))
+    (tmp_path / "out/link").symlink_to(tmp_path / "secret.txt")
+    named = name if name != "/secret.txt" else str(tmp_path / "secret.txt")
+    manifest["files"][named] = manifest["files"].pop("tokens-00000.bin")
+    manifest["shards"][0]["file"] = named
+    digests = {name: about["sha256"] for name, about in manifest["files"].items() if "tokenizer/" not in name}
+    manifest["content"] = content_of(digests)
+    path.write_text(json.dumps(manifest))
+    assert main(["data", "inspect", str(tmp_path / "out")]) == 2
+    heard = capsys.readouterr()
+    assert f"{named!r} leads out of {tmp_path / 'out'}" in heard.err and "Traceback" not in heard.err
+    assert str(secret[0]) not in heard.out and heard.out == ""
+
+
+def test_names_stay_in_their_folder(tmp_path: Path):
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub/a").touch()
+    (folder / "near").symlink_to("sub/a")
+    (folder / "far").symlink_to(tmp_path)
+    (folder / "circle").symlink_to("circle")
+    for name in ("sub/a", "near", "new", "sub/./a"):
+        assert inside(folder, name) == folder / name
+    outside = [
+        "..",
+        "../x",
+        "sub/../../x",
+        "/etc/passwd",
+        "",
+        ".",
+        "a\0b",
+        "..\\x",
+        "far/x",
+        "far",
+        "circle",
+        "\ud800",
+        None,
+        5,
+        ["x"],
+    ]
+    for name in outside:
+        with pytest.raises(ValueError, match=r"leads out of|is not the name of a file of"):
+            inside(folder, name)
+    assert inside(folder, "far", links=True) == folder / "far"  # as in the Hugging Face cache
+    with pytest.raises(ValueError, match="leads out of"):
+        inside(folder, "../x", links=True)
 
 
 def test_a_dataset_folder_with_a_script(tmp_path: Path, marker: Marker):
@@ -144,7 +203,6 @@ def test_secrets_are_taken_out_of_texts():
 
 def test_no_secret_in_the_environment_block_or_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     from ithaca.cli import doctor_parts
-    from ithaca.cli.main import main
     from ithaca.train.trainer import train
 
     for name, value in SECRETS.items():

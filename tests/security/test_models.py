@@ -111,13 +111,13 @@ def test_pickled_weights_are_not_looked_at(tmp_path: Path, marker: Marker):
         Session(Case(model=str(tmp_path), stack=Stack(), full=True))
 
 
-@pytest.mark.parametrize("name", ["../weights.safetensors", "/etc/passwd", "..", "a/b.safetensors"])
+@pytest.mark.parametrize("name", ["../weights.safetensors", "/etc/passwd", "..", "a/../../weights.safetensors"])
 def test_an_index_cannot_point_elsewhere(tmp_path: Path, name: str):
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match=r"points to .*, which is no file of this folder"):
+    with pytest.raises(ValueError, match=r"index\.json: .* leads out of"):
         Folder(folder)
 
 

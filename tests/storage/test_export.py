@@ -113,6 +113,29 @@ def test_a_trained_model_leaves_its_shards(workers: Workers, tmp_path: Path, tok
     assert (tmp_path / "online/config.json").read_text() == (tmp_path / "offline/config.json").read_text()
 
 
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [("llama3", torch.bfloat16), ("llama3", torch.float32), ("gemma3", torch.float16)],
+    ids=str,
+)
+def test_the_config_states_the_dtype_of_the_tensors(tmp_path: Path, preset: str, dtype: torch.dtype):
+    """Or whoever loads it with dtype="auto" holds numbers of another size. From a run and from its checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    run, _ = started(preset, dict(shard_parameters=False))
+    before = run.decoder.config.to_dict()
+    save(tmp_path / "checkpoints", run, None, {}, step=1)
+    for out in (
+        export_model(run, tmp_path / "online", dtype=dtype),
+        export_checkpoint(tmp_path, tmp_path / "out", dtype=dtype),
+    ):
+        assert {value.dtype for value in tensors_in(out).values()} == {dtype}
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        model = AutoModelForCausalLM.from_pretrained(out, dtype="auto", local_files_only=True)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert run.decoder.config.to_dict() == before, "the run's own config is as it was"
+
+
 def test_the_folder_is_all_that_is_needed_to_generate(tmp_path: Path, tokenizer: Path):
     from transformers import AutoTokenizer
 

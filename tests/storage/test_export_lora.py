@@ -104,6 +104,24 @@ def test_adapters_go_out_apart_or_merged(tmp_path: Path, name: str):
     check(tmp_path / "out", tmp_path / "base", name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_merged_export_states_its_dtype_and_adapters_have_it(tmp_path: Path, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM
+
+    tiny().save_pretrained(tmp_path / "base")
+    run = ithaca.prepare(adapted("every linear and the head"), ithaca.Stack(shard_parameters=False), device="cpu")
+    save(tmp_path / "checkpoints", run, None, {}, step=1)
+    base = tmp_path / "base"
+    for merged in (
+        export_model(run, tmp_path / "merged", dtype=dtype, merge_lora=True),
+        export_checkpoint(tmp_path, tmp_path / "offline", dtype=dtype, merge_lora=True, base_folder=base),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", local_files_only=True)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    apart = export_model(run, tmp_path / "adapter", dtype=dtype)
+    assert {value.dtype for value in tensors_in(apart, "adapter_model").values()} == {dtype}
+
+
 def test_and_from_shards(workers: Workers, tmp_path: Path):
     name = "experts"
     tiny(CASES[name][0]).save_pretrained(tmp_path / "base")

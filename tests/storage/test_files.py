@@ -19,13 +19,22 @@ from ithaca.storage.files import CheckpointError, NotWritten
 from ithaca.storage.keep import prune, remove_unfinished
 from ithaca.storage.publish import probe, publish, start, write_json
 
+STATE = {  # what else a state.json has
+    "seed": 0,
+    "extra": {},
+    "model": {"class": "", "name_or_path": "", "config": {}, "generation_config": None, "adapters": {}, "base": {}},
+    "optimizer": None,
+    "world": {"size": 1, "stack": {}},
+    "rng": [{"torch": "AAAA", "python": [3, "AAAA", None], "numpy": ["MT19937", "AAAA", 0, 0, 0.0]}],
+}
+
 
 def make(folder: Path, step: int, content: bytes = b"numbers") -> Path:
     """A published checkpoint of two small files."""
     draft = start(folder, step, 10)
     shard = draft.hidden / "shard"
     shard.write_bytes(content)
-    about = {"format": files.FORMAT, "run": draft.run, "save": draft.save, "step": step}
+    about = {"format": files.FORMAT, "run": draft.run, "save": draft.save, "step": step, **STATE}
     entries = {"state.json": write_json(draft.hidden / "state.json", about)}
     (digest,) = digests({"shard": shard}).values()
     entries["shard"] = {"size": len(content), "sha256": digest, "modified": shard.stat().st_mtime_ns}
@@ -126,7 +135,7 @@ def test_files_that_do_not_belong_stop_the_publishing(tmp_path: Path):
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path):
-    with pytest.raises(NotWritten, match=r"not enough disk .* needs 1000000000.0 GB, .* GB are free; free some space"):
+    with pytest.raises(NotWritten, match=r"not enough disk .* needs 1000000.0 TB, .* are free; free some space"):
         start(tmp_path, 10, 10**18)
     (tmp_path / "file").touch()
     with pytest.raises(NotWritten, match="cannot take a checkpoint"):

@@ -16,7 +16,7 @@ import pytest
 from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.observe import read_metrics
-from ithaca.storage import files, publish
+from ithaca.storage import checkpoint, files, publish
 from ithaca.train.ends import Failed
 from ithaca.train.trainer import train
 
@@ -73,13 +73,32 @@ def test_a_full_disk_costs_a_save_and_then_the_run(tmp_path: Path, caplog: pytes
         run(tmp_path, 20)
     text = str(caught.value)
     assert caught.value.exit_code == 4 and "step 12 could not be saved (3 of 3 failures in a row)" in text
-    assert "not enough disk" in text and "0.0 GB are free" in text and "newest checkpoint: checkpoints/step-6" in text
+    assert "not enough disk" in text and ", 1 B are free" in text and "newest checkpoint: checkpoints/step-6" in text
     assert "Keeping checkpoints/step-2; the next try is at step 6 (1 of 3 failures in a row)" in caplog.text
     assert names(tmp_path) == ["step-2", "step-6"]
     assert all(files.verify(path) == [] for path in files.published(tmp_path / "checkpoints"))
     events = [line["event"] for line in read_metrics(tmp_path / "metrics.jsonl") if "event" in line]
     assert events == ["start", "save", "save_failed", "save", "save_failed", "save_failed", "save_failed"]
     assert run(tmp_path, 8) == 0 and names(tmp_path) == ["step-6", "step-8"], "there is room again"
+
+
+def test_checkpoints_that_are_deleted_during_a_save_cost_that_save(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """All of them with step 4; of step 6 a file. Step 8 is saved, and nobody is told that deleted ones are kept."""
+    real = publish.publish
+
+    def publishing(draft: Any, entries: Any) -> Path:
+        if draft.step == 4:
+            shutil.rmtree(tmp_path / "checkpoints")
+        elif draft.step == 6:
+            (draft.hidden / "state.json").unlink()
+        return real(draft, entries)
+
+    with mock.patch.object(checkpoint, "publish", publishing), caplog.at_level(logging.WARNING, "ithaca"):
+        assert run(tmp_path, 8) == 0
+    assert names(tmp_path) == ["step-8"] and files.verify(tmp_path / "checkpoints/step-8") == []
+    first, second = (text for text in caplog.messages if "could not be saved" in text)
+    assert "No such file or directory" in first and "Keeping none (checkpoints/step-2 was deleted)" in first
+    assert "has lost state.json while it was written" in second and "unexpectedly" not in caplog.text
 
 
 @pytest.mark.parametrize("part", [0.5, 0.0], ids=["half a checkpoint is left", "nothing is left"])
@@ -101,6 +120,7 @@ def test_a_disk_that_others_fill_while_a_save_writes(mount: Callable[[str], Path
         run(place, 20)
     text = str(caught.value)
     assert caught.value.exit_code == 4 and "No space left on device" in text and "3 of 3 failures in a row" in text
+    assert str(place / "checkpoints") in text, "where there is no space"
     assert "newest checkpoint: checkpoints/step-2" in text
     assert names(place) == ["step-2"] and files.verify(place / "checkpoints/step-2") == []
     ballast.unlink()

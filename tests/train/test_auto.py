@@ -7,9 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from ithaca.attention.choice import kernels_here
 from ithaca.config import load
+from ithaca.config.schema import Lora, Model
 from ithaca.planner.config import hf_config
+from ithaca.train import build
 from ithaca.train.build import automatic_stack, hardware_here, planned
 from ithaca.train.ends import Failed
 
@@ -21,19 +25,21 @@ def eight(monkeypatch: pytest.MonkeyPatch):
     """A machine of eight GPUs, as torch describes it."""
 
     def of(name: str, memory: float, major: int = 9) -> None:
-        found = SimpleNamespace(name=name, total_memory=int(memory), major=major)
+        found = SimpleNamespace(name=name, total_memory=int(memory), major=major, multi_processor_count=100)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        # only a call on the GPU tells which kernels run there
+        monkeypatch.setattr(build, "kernels_here", lambda *_: ("cudnn", "flash"))
 
     return of
 
 
 def config(tmp_path: Path, **data):
     (tmp_path / "run.yaml").write_text(
-        "model: {folder: llama3_8b}\n"
+        f"model: {{folder: llama3_8b, lora: {data.get('lora', 'null')}}}\n"
         f"data: {{context: {data.get('context', '1M')}, sources: [{{synthetic: recall}}]}}\n"
-        f"train: {{steps: 1, rows: {data.get('rows', 1)}}}\nlaunch: {{gpu_memory: {data.get('memory', 'null')}}}\n"
+        f"train: {{steps: 1, rows: {data.get('rows', 1)}, {data.get('train', '')}}}\n"
+        f"launch: {{gpu_memory: {data.get('memory', 'null')}}}\n"
     )
     return load(str(tmp_path / "run.yaml")).config
 
@@ -45,7 +51,7 @@ def test_the_hardware_is_recognised(tmp_path: Path, eight):
     assert found.gpu.measured and found.host and found.disk
     assert hardware_here(config(tmp_path, memory="80GB"), 8, CUDA).gpu.memory == 80_000_000_000
     eight("NVIDIA A100-SXM4-40GB", 42.4e9, major=8)
-    assert hardware_here(config(tmp_path), 8, CUDA).gpu.kernel == "flash"
+    assert hardware_here(config(tmp_path), 8, CUDA).gpu.kernel == "cudnn"
     eight("NVIDIA Something New", 300e9, major=12)
     assert hardware_here(config(tmp_path), 8, CUDA).gpu.name == "NVIDIA Something New"
 
@@ -58,6 +64,53 @@ def test_the_planner_chooses(tmp_path: Path, eight):
     looked = planned(config(tmp_path, context="64K"), hf, 8, CUDA, stack)
     assert looked.memory.phases == found.memory.phases
     assert automatic_stack(config(tmp_path), hf, 4, torch.device("cpu"))[1] is None
+
+
+def test_what_a_run_is_asked_for_reaches_the_planner(tmp_path: Path, eight, monkeypatch: pytest.MonkeyPatch):
+    eight("NVIDIA GeForce RTX 4090", 25.3e9, major=8)
+    hf, asked = hf_config("llama3_8b"), dict(context="64K", lora="{rank: 8, targets: [q_proj, lm_head]}")
+    with pytest.raises(Failed, match="does not fit"):
+        automatic_stack(config(tmp_path, context="64K"), hf, 1, CUDA)
+    found = planned(config(tmp_path, **asked, rows=4, train="accumulation: 2, offload_optimizer: true"), hf, 1, CUDA)
+    job = found.job
+    assert found.fits and (job.lora, job.targets, job.offload) == (8, ("q_proj", "lm_head"), True)
+    assert (job.rows, job.accumulation, job.batch) == (4, 2, 2) and job.model.name == "llama3_8b"
+    assert (job.kernel, job.windowed) == ("cudnn", "flash"), "what the engine takes here"
+    assert found.hardware.assumed == (), "this machine's memory and disk are known"
+    # two machines of four workers each, whatever the machines have
+    for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4, MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert hardware_here(config(tmp_path), 8, CUDA).ranks_per_node == 4
+
+
+def test_a_kernel_that_the_engine_refuses_is_refused_by_the_plan(
+    tmp_path: Path, eight, monkeypatch: pytest.MonkeyPatch
+):
+    """The same choice: without a GPU there is none."""
+    eight("NVIDIA H100 80GB HBM3", 84.9e9)
+    monkeypatch.setattr(build, "kernels_here", kernels_here)
+    with pytest.raises(ValueError, match="no attention kernel for head_dim=128, bfloat16, cuda"):
+        planned(config(tmp_path, context="64K"), hf_config("llama3_8b"), 8, CUDA)
+
+
+def test_adapters_on_layers_that_are_not_there_are_refused():
+    hf = hf_config("llama32_1b")
+    hf.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    with pytest.raises(
+        ValueError, match=r"targets names qkv_proj, which this model does not have; .*down_proj.*q_proj"
+    ):
+        build.with_lora(model, Lora(targets=("q_proj", "qkv_proj")), 0)
+
+
+def test_a_frozen_base_is_as_small_as_it_is_planned():
+    """Also of a preset, whose weights are random."""
+    options = Model(folder="tiny_llama", lora=Lora(rank=2))
+    model, _ = build.build_model(options, build.model_config(options, 64), 0)
+    kinds = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert kinds[False] == torch.bfloat16
 
 
 def test_what_does_not_fit_is_said_before_anything_starts(tmp_path: Path, eight):

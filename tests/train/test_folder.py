@@ -165,7 +165,9 @@ def test_status(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is not JSON"),
+        ("{", "cannot be read"),
+        ('{"contract": 1, "state": "dancing"}', "state is 'dancing', not one of starting"),
+        ('{"contract": 1, "state": "running", "step": -3}', "step is -3, not a whole number from 0 on"),
         ("[]", "contract version None"),
         ('{"contract": 2}', "contract version 2, this ithaca knows 1"),
     ],

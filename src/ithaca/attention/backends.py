@@ -11,7 +11,6 @@ returns gradients that are wrong by half their size, so every tensor is made con
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch import Tensor
 from .compiled import keep_compiled
 from .kernel import Calls, Kernel, merge
 from .probe import check, probe
+from .traits import fa4_installed, head_problem
 
 log = logging.getLogger("ithaca")
 aten = torch.ops.aten
@@ -222,7 +222,7 @@ class Flash4:
         warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
 
     def problem(self, device, dtype, head_dim, windowed):
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        if not fa4_installed():
             return "needs the package flash-attn-4, which is not installed"
         unfit = _half_on_cuda(device, dtype, head_dim)
         if unfit is None and (why := keep_compiled(torch.cuda.get_device_capability(device))):
@@ -300,9 +300,7 @@ def _half_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
         return f"needs a CUDA device, not {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim % 8 or head_dim > 256:
-        return f"head_dim={head_dim} is not a multiple of 8 up to 256"
-    return None
+    return head_problem(head_dim)
 
 
 def _window_sides(causal: bool, window: int | None) -> tuple[int | None, int | None]:

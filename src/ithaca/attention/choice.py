@@ -1,12 +1,16 @@
 """Which kernel a layer gets, decided once.
 
 Asked for by name, a backend that cannot do the job is an error; "auto" takes the first that can. Nothing falls back
-silently, and what was chosen is logged once.
+silently, and what was chosen is logged once. A plan for this machine asks here too (`kernels_here`).
+
+    python -m ithaca.attention.choice 128 whole windowed     # in a process of its own, where the GPU is to be left to others
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -59,3 +63,21 @@ class Kernels:
             else "see the reasons; bf16 on an NVIDIA GPU of Ampere or later works"
         )
         raise ValueError(f"no attention kernel for {what}; {'; '.join(reasons)}; remedy: {remedy}")
+
+
+def kernels_here(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, kinds: Collection[bool] = (False,)
+) -> tuple[str, str]:
+    """What a run on this machine attends with, in layers that see everything and in those with a window. The same choice as
+    `prepare` makes, so asking loads and tries the kernels. kinds: of the model's layers, whether they have a window."""
+    kernels = Kernels(name)
+    whole, windowed = (
+        kernels._resolve(Need(device, dtype, head_dim, kind)).name if kind in kinds else "" for kind in (False, True)
+    )
+    return whole, windowed
+
+
+if __name__ == "__main__":
+    head_dim, *kinds = sys.argv[1:]
+    windowed = [kind == "windowed" for kind in kinds]
+    print(*kernels_here("auto", torch.device("cuda", 0), torch.bfloat16, int(head_dim), windowed), sep=",")

@@ -10,7 +10,8 @@ from .source import add_source, overrides_of
 
 _HELP = """\
 Reads file and question as one prompt, shared by all processes as in training, and writes the likeliest answer token by token.
-Through the chat template where the tokenizer has one. Not a server: it is there to see what a model has learned.
+Through the chat template where the tokenizer has one; special tokens that are written out in file or question are text. Not a
+server: it is there to see what a model has learned.
 
 examples:
   ithaca ask runs/mine --file book.txt "Who opened the gate?"
@@ -51,4 +52,4 @@ def run_ask(options: argparse.Namespace) -> int:
 
         return ask(opened, options.question, text, options.tokens)
 
-    return start(opened.config, ask_here)
+    return start(opened.config, ask_here, resumes=False)

@@ -25,6 +25,7 @@ examples:
   ithaca ckpt export runs/mine exported
 """
 _DAMAGED = 4  # docs/run_folder.md
+_SHOWN = 20  # problems of a checkpoint, one a line
 
 
 def add_ckpt(verbs: Any) -> None:
@@ -37,7 +38,12 @@ def add_ckpt(verbs: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ls | verify | export", required=True)
     for name, run, words in (
         ("ls", _list, "what is there, without reading it through"),
-        ("verify", _verify, "read every byte and compare it with the manifest; exit code 4 if one is damaged"),
+        (
+            "verify",
+            _verify,
+            "read every byte and compare it with the manifest, then look for numbers that are not finite; exit code 4 if one is "
+            "damaged",
+        ),
     ):
         action = actions.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
         action.set_defaults(run=run, traceback=False)
@@ -47,11 +53,17 @@ def add_ckpt(verbs: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
+    from ..storage.files import CheckpointError, Gone
     from ..storage.keep import unfinished
-    from ..storage.listing import describe, find, folder_of
+    from ..storage.listing import describe_all, folder_of
 
     leftovers = unfinished(folder_of(options.path))
-    found = [describe(path) for path in (find(options.path) if not leftovers else _find_any(options.path))]
+    try:
+        found = describe_all(options.path)
+    except CheckpointError as error:
+        if isinstance(error, Gone) or not leftovers:
+            raise
+        found = []  # a folder with nothing but an unfinished save is worth a listing too
     if options.json:
         rows = [each.json() for each in found]
         print(json.dumps({"checkpoints": rows, "unfinished": [str(path) for path in leftovers]}, indent=1))
@@ -66,17 +78,6 @@ def _list(options: argparse.Namespace) -> int:
     for path in leftovers:
         print(f"{path.name}: a save under way, or an interrupted one, which the next start of the run removes")
     return 0
-
-
-def _find_any(path: Path) -> list[Path]:
-    """A folder with nothing but an unfinished save is worth a listing too."""
-    from ..storage.files import CheckpointError
-    from ..storage.listing import find
-
-    try:
-        return find(path)
-    except CheckpointError:
-        return []
 
 
 def _table(found: list[About]) -> str:
@@ -94,34 +95,50 @@ def _table(found: list[About]) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ..config.sizes import format_bytes
-    from ..storage.listing import describe, find
+    from ..storage.files import gone
+    from ..storage.listing import describe_all
 
-    found = [describe(path) for path in find(options.path)]
-    results, bad = [], 0
-    with _Progress(sum(each.bytes for each in found), quiet=options.json) as progress:
-        for each in found:
-            begin = time.perf_counter()
-            problems = _problems(each, progress)
-            seconds = time.perf_counter() - begin
-            bad += bool(problems)
-            results.append({**each.json(), "ok": not problems, "problems": problems, "seconds": round(seconds, 3)})
-            if options.json:
-                continue
-            about = f"{format_bytes(each.bytes)} in {each.files} files, {seconds:.1f} s"
-            progress.say(f"{each.path.name}: {'DAMAGED' if problems else 'ok'} ({about})")
-            for problem in problems:
-                progress.say(f"  {problem}")
+    results: list[dict[str, Any]] = []
+    pruned: list[Path] = []  # by their run, while they were read
+    while not results and (found := [each for each in describe_all(options.path) if each.path not in pruned]):
+        with _Progress(2 * sum(each.bytes for each in found), quiet=options.json) as progress:  # bytes, then numbers
+            for each in found:
+                begin = time.perf_counter()
+                problems = _problems(each, progress)
+                seconds = time.perf_counter() - begin
+                if problems and (missing := gone(each.path)):
+                    if each.path == options.path:
+                        raise missing
+                    pruned.append(each.path)
+                    if not options.json:
+                        progress.say(f"{each.path.name}: pruned by its run meanwhile")
+                    continue
+                results.append({**each.json(), "ok": not problems, "problems": problems, "seconds": round(seconds, 3)})
+                if not options.json:
+                    _tell(each, problems, seconds, progress)
+    bad = sum(not each["ok"] for each in results)
     if options.json:
-        print(json.dumps({"checkpoints": results, "damaged": bad}, indent=1))
+        about = {"checkpoints": results, "damaged": bad, "pruned": [str(path) for path in pruned]}
+        print(json.dumps(about, indent=1))
     elif bad:
         good = next((each["path"] for each in results if each["ok"]), None)
-        print(f"{bad} of {len(found)} damaged; " + (f"newest good one: {good}" if good else "none is good"))
+        print(f"{bad} of {len(results)} damaged; " + (f"newest good one: {good}" if good else "none is good"))
     return _DAMAGED if bad else 0
 
 
+def _tell(each: About, problems: list[str], seconds: float, progress: _Progress) -> None:
+    from ..config.sizes import format_bytes
+
+    about = f"{format_bytes(each.bytes)} in {each.files} files, {seconds:.1f} s"
+    progress.say(f"{each.path.name}: {'DAMAGED' if problems else 'ok'} ({about})")
+    for problem in problems[:_SHOWN]:
+        progress.say(f"  {problem}")
+    if len(problems) > _SHOWN:
+        progress.say(f"  and {len(problems) - _SHOWN} more, which --json lists")
+
+
 def _problems(each: About, progress: _Progress) -> list[str]:
-    """By names, sizes and run first; then every byte, of what has a manifest to compare with."""
+    """By names, sizes and run first; then every byte, of what has a manifest to compare with, and every number."""
     from ..storage.files import verify
 
     return list(each.problems) or verify(each.path, progress.add)

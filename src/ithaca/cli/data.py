@@ -12,7 +12,7 @@ _PACK = """\
 Turns documents into token ids on disk, in parallel, before any training starts. Packing the same again does nothing;
 packing something else into the same folder is refused.
 
-FILES are files, folders or globs of .jsonl, .parquet, .txt or .npy, a saved Hugging Face dataset, or hf:OWNER/NAME.
+FILES are files, folders or globs of .jsonl, .parquet, .txt (.md, .rst) or .npy, a saved Hugging Face dataset, or hf:OWNER/NAME.
 What a record is follows from its columns: text; messages (a chat); prompt and completion; input_ids. Or give a run's
 YAML file, whose data section says all this.
 
@@ -55,6 +55,11 @@ def add_data(verbs: Any) -> None:
         default=None,
         help="end documents with the end token (default: on)",
     )
+    pack.add_argument(
+        "--special-tokens",
+        choices=("text", "parse"),
+        help="what </s> in a document is: text, or the special token (default: text)",
+    )
     pack.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     pack.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     pack.add_argument(
@@ -88,6 +93,10 @@ def run_pack(options: argparse.Namespace) -> int:
     from ..data.pack import pack
     from ..data.report import describe, plan_words, rows_at, summary
 
+    if options.workers is not None and not 1 <= options.workers <= 1024:
+        raise ValueError(f"--workers {options.workers} must be from 1 to 1024 processes")
+    if options.vocabulary is not None and not 2 <= options.vocabulary <= 1 << 24:
+        raise ValueError(f"--vocabulary {options.vocabulary} must be from 2 to {1 << 24:,} token ids")
     request = _from_config(options) if _is_config(options.files) else _from_flags(options)
     context, policy, seed = request.pop("plan")
     notes: list[str] = []
@@ -110,6 +119,7 @@ def _is_config(files: list[str]) -> bool:
 def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
     from ..config.sizes import parse_tokens
     from ..data.source import Source
+    from ..files import read_text
 
     if not options.out:
         raise ValueError("no folder to write to was given; add --out FOLDER")
@@ -126,7 +136,8 @@ def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
         "tokenizer": options.tokenizer,
         "vocabulary": options.vocabulary,
         "eos": options.eos is not False,
-        "chat_template": None if template is None else Path(template).read_text(),
+        "special_tokens": options.special_tokens or "text",
+        "chat_template": None if template is None else read_text(Path(template)),
         "plan": (None if options.context is None else parse_tokens(options.context), "split", 0),
     }
 
@@ -135,6 +146,7 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
     from ..config import load
     from ..config.sizes import parse_tokens
     from ..data.source import sources_of
+    from ..files import read_text
     from ..train.samples import encoding
 
     config = load(options.files[0]).config
@@ -154,7 +166,8 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
         **({"tokenizer": options.tokenizer} if options.tokenizer else encoding(config)),
         **({"vocabulary": options.vocabulary} if options.vocabulary else {}),
         "eos": data.eos if options.eos is None else options.eos,
-        "chat_template": None if template is None else Path(template).read_text(),
+        "special_tokens": options.special_tokens or data.special_tokens,
+        "chat_template": None if template is None else read_text(Path(template)),
         "plan": (parse_tokens(options.context) if options.context else data.context, data.long_documents, data.seed),
     }
 
@@ -175,6 +188,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     from ..data.folder import Packed
     from ..data.report import describe, rows_at, sample
 
+    if not 0 <= options.samples <= 1_000_000:
+        raise ValueError(f"--samples {options.samples} must be from 0 to 1,000,000")
     packed = Packed(options.folder)
     if options.verify:
         packed.verify()
@@ -208,6 +223,7 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from ..data.find import left_out_words
     from ..data.report import dropped_words, plan_words
 
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
@@ -220,8 +236,10 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
         dropped = dropped_words(source["dropped"])
         console.print(
             f"  {escape(source['name'])}: {source['kind']}, {source['documents']:,} documents, {source['tokens']:,} tokens"
-            + (f"; left out: {dropped}" if dropped else "")
+            + (f"; documents left out: {dropped}" if dropped else "")
         )
+        for line in left_out_words(source["left_out"]):
+            console.print(f"    {line}", markup=False)
     lengths = about["lengths"]
     shares = ", ".join(f"{float(share):.0%} {value:,}" for share, value in lengths["quantiles"].items())
     console.print(

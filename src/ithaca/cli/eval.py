@@ -62,7 +62,7 @@ def run_eval(options: argparse.Namespace) -> int:
 
         return evaluate_alone(opened, options.quiet)
 
-    return start(opened.config, evaluate_here)
+    return start(opened.config, evaluate_here, resumes=False)
 
 
 def _quoted(text: str) -> str:

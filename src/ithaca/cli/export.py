@@ -10,7 +10,8 @@ _HELP = """\
 Writes the model of a run's newest checkpoint, or of the checkpoint you name, as a Hugging Face folder: safetensors, config,
 generation settings and tokenizer. A LoRA run becomes a PEFT adapter folder, or with --merge a whole model.
 
-Needs no GPU, and memory for one parameter. Every byte of the checkpoint is verified first. OUT must not exist.
+Needs no GPU, and memory for one parameter. The checkpoint is verified first, and a tensor with numbers that are not finite, in the
+checkpoint or in the dtype written, is refused. OUT must not exist.
 
 examples:
   ithaca export runs/mine exported
@@ -45,23 +46,30 @@ def add_export(verbs: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from ..storage.files import CheckpointError
+    from ..storage.export import find_checkpoint
+    from ..storage.files import CheckpointError, newest
     from ..train.ends import Failed
 
     try:
-        return _carry_out(options)
+        return newest(
+            lambda: find_checkpoint(options.source), lambda path: _carry_out(options, path), named=options.source
+        )
     except CheckpointError as error:
         raise Failed(error.exit_code, str(error)) from error
 
 
-def _carry_out(options: argparse.Namespace) -> int:
+def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
     import torch
 
     from ..config.sizes import parse_bytes
-    from ..storage.export import export_checkpoint, find_checkpoint
+    from ..storage.export import export_checkpoint
     from ..storage.files import read_state
 
-    checkpoint = find_checkpoint(options.source)
+    for name, folder in (("tokenizer", options.tokenizer), ("base", options.base)):
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"--{name} {folder} is not a folder; name that of a local model")
+    if options.tokenizer is not None and not any(options.tokenizer.glob("tokenizer*")):
+        raise ValueError(f"--tokenizer {options.tokenizer} has no tokenizer in it; name a folder with tokenizer.json")
     record = read_state(checkpoint)
     config = _run_config(checkpoint)
     lora = None if config is None else config.model.lora

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..config.sizes import parse_bytes
 from .measuring import at_least, limit_of, on_cpu, say
 
 _HELP = """\
@@ -34,7 +37,8 @@ def add_ladder(verbs: Any) -> None:
     )
     parser.add_argument("--gpus", required=True, help="such as 8xH100-80GB")
     parser.add_argument("--context", required=True, help="tokens of a row, such as 1M")
-    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: the GPU's fastest)")
+    parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: what is usual, and said")
+    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: what the engine takes)")
     parser.add_argument("--layers", type=int, help="of a slice of the model: only so many layers")
     parser.add_argument("--measure", action="store_true", help="run every rung, and show it beside the prediction")
     parser.add_argument("--measure-sweeps", action="store_true", help="run the values of the sweeps too")
@@ -50,6 +54,7 @@ def run_ladder(options: argparse.Namespace) -> int:
     from ..planner.chart import ladder_svg
     from ..planner.hardware import parse_gpus
     from ..planner.ladder import describe, ladder
+    from ..planner.model import read_sizes
 
     at_least(1, steps=options.steps, layers=options.layers)
     if options.png:
@@ -58,9 +63,13 @@ def run_ladder(options: argparse.Namespace) -> int:
         require_matplotlib()  # before anything is measured for an hour
     measures = options.measure or options.measure_sweeps
     cpu = on_cpu(options) if measures else False
-    gpu = parse_gpus(options.gpus).gpu
-    kernel = kernel_here(gpu, cpu) if measures and not options.kernel else options.kernel
-    found = ladder(options.model, gpus=options.gpus, context=options.context, layers=options.layers, kernel=kernel)
+    hardware = parse_gpus(options.gpus)
+    if options.host is not None:
+        hardware = replace(hardware, host=parse_bytes(options.host))
+    gpu = hardware.gpu
+    if measures and not options.kernel:
+        hardware = replace(hardware, gpu=replace(gpu, probed=kernels_apart(read_sizes(options.model), cpu)))
+    found = ladder(options.model, gpus=hardware, context=options.context, layers=options.layers, kernel=options.kernel)
     if measures:
         from ..profiler.rungs import measure_ladder
 
@@ -81,8 +90,15 @@ def run_ladder(options: argparse.Namespace) -> int:
     return 0
 
 
-def kernel_here(gpu: Any, cpu: bool) -> str:
-    """The attention kernel that a rung will run with. This process leaves the GPU to the rungs, so it does not ask it."""
+def kernels_apart(model: Any, cpu: bool) -> tuple[str, str]:
+    """The attention kernels that the rungs will run with. This process leaves the GPU to them, so another one asks."""
     if cpu:
-        return "cpu"
-    return gpu.kernel if gpu.kernel != "fa4" or importlib.util.find_spec("flash_attn") else "cudnn"
+        return "cpu", "cpu"
+    kinds = ["whole" if window is None else "windowed" for window in dict.fromkeys(model.windows)]
+    command = [sys.executable, "-m", "ithaca.attention.choice", str(model.head_dim), *kinds]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ValueError(f"which attention kernel runs here could not be found out ({why}); name one with --kernel")
+    whole, windowed = done.stdout.splitlines()[-1].split(",")
+    return whole, windowed

@@ -1,6 +1,7 @@
 """`ithaca`: the command line. A verb is a function; what it needs is imported when it runs.
 
-Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out; those of a run are in docs/run_folder.md.
+Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out; those of a run are in docs/run_folder.md. A signal ends a
+verb with 128 + its number and a line that says so (launch/stop.py), and `train` with 75, for the same command goes on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import os
 import select
 import sys
 from collections.abc import MutableMapping, Sequence
+from contextlib import nullcontext, suppress
 
 from .. import __version__
+from ..launch.environment import LAUNCHER
+from ..launch.stop import Stop, StoppedEarly, listen
 from ..train.ends import Failed
 from .ask import add_ask
 from .ckpt import add_ckpt
@@ -62,25 +66,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_allocator(os.environ)
     parser = build_parser()
     options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
+    stop = Stop()
     try:
-        code = options.run(options)
-        sys.stdout.flush()
-        return code
-    except (ValueError, OSError) as error:
+        # workers of ours begin to listen when they can answer (launch/decision.py)
+        with nullcontext(stop) if LAUNCHER in os.environ else listen() as stop:
+            code = options.run(options)
+            sys.stdout.flush()
+            return code
+    except StoppedEarly as stopped:
+        return _stopped(options, stopped)
+    except KeyboardInterrupt as error:
+        _say(options, str(error) or "stopped")
+        return getattr(error, "exit_code", 130)
+    except (ValueError, OSError, Failed) as error:
+        if stop.name is not None and stop.early:  # a process of ours had the signal too, and its end was noticed first
+            return _stopped(options, StoppedEarly(stop.name))
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 141  # as if SIGPIPE had ended it: no success, for a run may have been cut off
         if options.traceback:
             raise
-        print(f"ithaca {options.verb}: {error}", file=sys.stderr)
+        _say(options, str(error))
         return getattr(error, "exit_code", 2)
-    except Failed as error:
-        if options.traceback:
-            raise
-        print(f"ithaca {options.verb}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"ithaca {options.verb}: stopped", file=sys.stderr)
-        return 130
+
+
+def _stopped(options: argparse.Namespace, stopped: StoppedEarly) -> int:
+    resumes = getattr(options, "resumes", False)
+    _say(options, stopped.words(resumes))
+    return stopped.exit_code if resumes else stopped.at_once
+
+
+def _say(options: argparse.Namespace, words: str) -> None:
+    with suppress(OSError):  # a terminal that was closed sends a signal, and takes no words
+        print(f"ithaca {options.verb}: {words}", file=sys.stderr, flush=True)
 
 
 def _nobody_reads() -> bool:
@@ -114,6 +131,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
         words, overrides = split_overrides(arguments)
     except ValueError as error:
         parser.error(str(error))
+    for name in (word[:-3] for word in words[: words.index("--") if "--" in words else None] if word.endswith("=--")):
+        parser.error(f"argument {name}: expected a value, not '--'")  # argparse would drop it and go on
     options = parser.parse_args(words)
     if overrides and not hasattr(options, "overrides"):
         parser.error(f"unrecognized arguments: {' '.join('--' + each for each in overrides)}")

@@ -43,8 +43,8 @@ def going_on(what: str, every: float = 15.0) -> Iterator[None]:
 
 def at_least(least: int, **values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        if value is not None and not least <= value <= 1_000_000:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}, and at most 1,000,000")
 
 
 def on_cpu(options: argparse.Namespace) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sizes import format_tokens
-from .measuring import going_on, say
+from .measuring import at_least, going_on, say
 
 _HELP = """\
 Says before a run whether it fits, what holds the memory, how long a step takes and what bounds it, and chooses the fastest stack
@@ -53,21 +53,44 @@ def add_request(parser: Any, *, gpus: bool = True) -> None:
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--context", help="tokens of a row, such as 1M (1,048,576) or 1_000_000")
     length.add_argument("--max-context", action="store_true", help="the longest context that fits")
-    parser.add_argument("--rows", type=int, default=1, help="rows of a step over all GPUs (default %(default)s)")
-    parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: not checked")
-    parser.add_argument("--disk", help="scratch space of one machine; not given: the disk store is not used")
+    parser.add_argument(
+        "--rows", type=int, default=1, help="rows of a step, over all GPUs and micro-batches (default %(default)s)"
+    )
+    parser.add_argument(
+        "--accumulation", type=int, default=1, help="micro-batches that those rows are split into (default %(default)s)"
+    )
+    parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: what is usual, and said")
+    parser.add_argument(
+        "--disk", help="scratch space of one machine; not given: no disk is used unless you fix store=disk"
+    )
     parser.add_argument("--optimizer", default="adamw", help="adamw or adamw8bit (default %(default)s)")
+    parser.add_argument(
+        "--offload-optimizer", action="store_true", help="weights, gradients and states wait in host memory"
+    )
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
-    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: the GPU's fastest)")
+    parser.add_argument(
+        "--lora-targets", metavar="NAME,...", help="linear layers that get an adapter (default: all of a layer)"
+    )
+    parser.add_argument(
+        "--synchronous", action="store_true", help="checkpoints are written while the run waits: no copy in host memory"
+    )
+    parser.add_argument("--deterministic", action="store_true", help="the same bits on every run (train.deterministic)")
+    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: what the engine takes)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="fix a field of the stack")
 
 
 def request(options: argparse.Namespace) -> dict[str, Any]:
     """Those words as arguments of the planner's functions."""
     common = {
-        "gpus": options.gpus, "rows": options.rows, "host": options.host, "disk": options.disk,
-        "optimizer": options.optimizer, "lora": options.lora, "kernel": options.kernel,
+        "gpus": options.gpus, "rows": options.rows, "accumulation": options.accumulation, "host": options.host,
+        "disk": options.disk, "optimizer": options.optimizer, "offload_optimizer": options.offload_optimizer,
+        "lora": options.lora, "asynchronous": not options.synchronous, "deterministic": options.deterministic,
+        "kernel": options.kernel,
     }  # fmt: skip
+    if options.lora_targets:
+        if not options.lora:
+            raise ValueError("--lora-targets says where adapters go, but there are none; give --lora RANK too")
+        common["lora_targets"] = tuple(each.strip() for each in options.lora_targets.split(","))
     return {**common, **read_fields(options.set)}
 
 
@@ -84,6 +107,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from ..planner.search import plan
     from ..planner.words import describe, side_by_side
 
+    at_least(1, layers=options.layers)
     found = find(options)
     other = None
     if options.compare:
@@ -143,18 +167,15 @@ def read_fields(texts: list[str]) -> dict[str, Any]:
 def _confirm(found: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The longest context by the dry run. -> the plan there, and what was tried"""
     from ..planner.confirm import confirmed
-    from ..planner.search import plan
+    from ..planner.search import again
 
     if options.layers:
         raise ValueError("--max-context --dry-run counts every layer; leave --layers out")
     context, tried = confirmed(found, lambda tokens: _counted(found, tokens, options), say)
     if context is None:
         return replace(found, fits=False), tried
-    again = plan(
-        found.model, gpus=found.hardware, context=context, stack=found.stack, rows=found.rows, optimizer=found.optimizer,
-        lora=found.lora, kernel=options.kernel,
-    )  # fmt: skip
-    return replace(again, fits=True, reasons=found.reasons), tried
+    there = again(found.job, found.hardware, context=context, stack=found.stack)
+    return replace(there, fits=True, reasons=found.reasons), tried
 
 
 def _shown(counted: Any) -> dict[str, Any]:
@@ -166,15 +187,9 @@ def _shown(counted: Any) -> dict[str, Any]:
 
 def _counted(found: Any, context: int, options: argparse.Namespace) -> Any:
     """The plan's stack, executed on fake tensors."""
-    from ..config.schema import Lora
     from ..planner.config import hf_config
     from ..planner.dry_run import Case, dry_run
-    from ..planner.search import OPTIMIZERS
 
-    case = Case(
-        hf_config(options.model), found.stack, context, world=found.hardware.count, rows=found.rows,
-        lora=Lora(rank=options.lora) if options.lora else None, kernel=options.kernel or found.hardware.gpu.kernel,
-        optimizer_bytes=OPTIMIZERS[found.optimizer],
-    )  # fmt: skip
+    case = Case.of(replace(found.job, context=context), hf_config(options.model))
     with going_on(f"dry run at {format_tokens(context)}"):
         return dry_run(case, layers=options.layers)

@@ -71,7 +71,7 @@ def run_profile(options: argparse.Namespace) -> int:
     except OutOfMemory as error:
         if not error.used:
             raise
-        planned = expected(found, wanted, options.kernel or found.hardware.gpu.kernel)
+        planned = expected(found, wanted, found.job.kernel)
         raise Failed(MEMORY, gpu_shortage(planned, error.used, form=PLAN)) from error
     whole, plan = profile.json(), profile.planned.json()
     for name, content in (("profile", whole), ("plan", plan)):
@@ -104,7 +104,7 @@ def ask(options: argparse.Namespace) -> tuple[Any, Any]:
     from ..profiler.wanted import Wanted
 
     if options.kernel and not options.cpu and found.stack.attention == "auto":
-        found.stack = replace(found.stack, attention=options.kernel)
+        found.job = replace(found.job, stack=replace(found.stack, attention=options.kernel))
     wanted = Wanted.of(
         found, options.model, layers=options.layers, states=options.states, steps=options.steps, cpu=options.cpu,
         limit=None if options.cpu else limit_of(found.hardware.gpu),
@@ -117,10 +117,14 @@ def gpus_here(options: argparse.Namespace) -> Any:
         raise ValueError("--gpus is needed where there is no GPU: a plan is for some, such as --gpus 1xH100-80GB")
     import torch
 
+    from ..activations.host import available_memory
     from ..planner.hardware import Hardware
     from ..train.build import gpu_here
 
-    return Hardware(gpu_here(torch.device("cuda", 0)), options.rank_of or 1)
+    ranks = options.rank_of or 1
+    # this machine's memory is that of the GPUs it has
+    host = available_memory() if ranks <= torch.cuda.device_count() else None
+    return Hardware(gpu_here(torch.device("cuda", 0)), ranks, host=host)
 
 
 def make_folder(folder: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,10 @@ def _list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("context", justify="right")
-    table.add_column("for")
+    width = max(len(row["name"]) for row in rows)
+    print(f"{'recipe':{width}}  context  for")
     for row in rows:
-        table.add_row(row["name"], format_tokens(row["context"]), row["description"])
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        print(f"{row['name']:{width}}  {format_tokens(row['context']):>7}  {row['description']}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,14 @@ def add_report(verbs: Any) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     from ..config.sizes import format_bytes
+    from ..files import descriptor
     from ..report import page_of, read_inputs, write_page
-    from ..train.folder import RunFolder
 
     inputs = read_inputs(options.inputs)
-    out = options.out or (RunFolder(inputs.run).report / "index.html" if inputs.run else Path("report.html"))
-    write_page(out, page_of(inputs))
-    print(f"wrote {out} ({format_bytes(out.stat().st_size)})")
+    page = page_of(inputs)
+    out = write_page(options.out, page, inputs.run)
+    beside = descriptor(out) is None and out.is_file()  # else the page may have gone to the standard output
+    print(f"wrote {out} ({format_bytes(len(page.encode()))})", file=sys.stdout if beside else sys.stderr)
     if options.open:
         _open(out)
     return 0

@@ -56,6 +56,8 @@ def run_slurm(options: argparse.Namespace) -> int:
 
     if options.config is None and options.recipe is None:
         raise ValueError("which run? Give a file (ithaca slurm run.yaml) or --recipe NAME")
+    if options.program is not None and not options.program.strip():
+        raise ValueError("--program is empty; name the ithaca of the nodes, or leave it out")
     overrides = list(options.overrides)
     if options.nodes is not None:
         overrides.append(f"launch.nodes={options.nodes}")

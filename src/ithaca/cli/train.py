@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
-from ..config import Config, load, missing
+from ..config import Config, load
 from ..launch import find_job, start
 from ..launch.exits import DATA
 from ..launch.template import MODELS
-from ..stack import require
 from ..train.curriculum import phase_configs
 from ..train.ends import Failed
-from ..train.presets import PRESETS
 
 PRELOAD = ("ithaca.train.phases", "ithaca.train.trainer", *MODELS)
 
@@ -37,7 +35,9 @@ def add_train(verbs: Any) -> None:
     parser.add_argument("--cpu", type=int, default=None, metavar="N", help="train on the CPU with N workers")
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on the terminal")
     parser.add_argument(
-        "--check", action="store_true", help="read and check everything that needs no worker, then stop"
+        "--check",
+        action="store_true",
+        help="print the whole config, look for every problem that files can tell, and stop",
     )
     parser.add_argument(
         "--allow-change",
@@ -49,7 +49,7 @@ def add_train(verbs: Any) -> None:
         help=f"break this run on purpose, to rehearse (docs/reliability.md); needs {faults.ALLOW}=1",
     )  # fmt: skip
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
-    parser.set_defaults(run=run_train, overrides=[])
+    parser.set_defaults(run=run_train, overrides=[], resumes=True)
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -64,13 +64,26 @@ def run_train(options: argparse.Namespace) -> int:
     loaded = load(None if options.config is None else Path(options.config), overrides, options.recipe)
     config = loaded.config
     injected = faults.parse_all(options.fault, os.environ)
-    require(missing(config, PRESETS), "this run cannot start")
-    if options.check:
-        print(loaded.text, end="")
-        return 0
+    alone = find_job(os.environ) is None  # workers that we start, or that others started, come here again as ranks
+    if options.check or alone:
+        from ..train.preflight import check_run, finished, verdict
+
+        found = check_run(config, loaded.text, allow_change=options.allow_change)
+        found.require()
+        if options.check:
+            print(loaded.text, end="")
+            print(verdict(found, config))
+            return 0
+        if found.done is not None and found.done >= config.train.steps:
+            print(finished(found.done, config))
+            return 0
+        for part in phase_configs(config):
+            pack_before(part, options.quiet)
+        if found.unpacked:  # now it can be opened
+            check_run(config, loaded.text, allow_change=options.allow_change).require()
 
     def train_here(config: Config) -> int:
-        from ..train.phases import train_in_phases  # here: a launcher that only starts workers needs no torch
+        from ..train.phases import train_in_phases
         from ..train.trainer import train
 
         def one(config: Config, text: str | None, *, first: bool, last: bool) -> int:
@@ -79,9 +92,6 @@ def run_train(options: argparse.Namespace) -> int:
 
         return train_in_phases(config, loaded.text, one)
 
-    if find_job(os.environ) is None:  # workers that we start, or that others started, come here again as ranks
-        for part in phase_configs(config):
-            pack_before(part, options.quiet)
     return start(config, train_here, preload=PRELOAD)
 
 
@@ -91,9 +101,12 @@ def pack_before(config: Config, quiet: bool) -> None:
 
         check_evaluation(config, (lambda line: None) if quiet else print)
     if config.data.is_packed:
-        from ..train.samples import pack_sources
+        from ..train.samples import pack_sources, packed_folder
 
         try:
             pack_sources(config, (lambda line: None) if quiet else print)
         except (ValueError, OSError) as error:
-            raise Failed(DATA, str(error)) from error
+            where = (
+                f"packing into {packed_folder(config)}: " if isinstance(error, OSError) and not error.filename else ""
+            )
+            raise Failed(DATA, where + str(error)) from error

@@ -91,8 +91,14 @@ def run_verify(options: argparse.Namespace) -> int:
         problems.append("no model given; name a preset such as llama3, a folder with config.json, or use --matrix")
     if options.matrix and (stack != Stack() or options.lora or options.full):
         problems.append("--matrix goes through the settings by itself; leave out --lora, --full and those of the stack")
+    if options.length > 1 << 24:
+        problems.append(f"--length {options.length} is too long for a check; use at most {1 << 24:,}")
     if options.length < 2:
         problems.append(f"--length {options.length} is too short; a token needs a next one to predict: use at least 2")
+    if options.world is not None and not 1 <= options.world <= 4096:
+        problems.append(f"--world {options.world} must be from 1 to 4096 processes")
+    if not 0 < options.timeout < 1e9:
+        problems.append(f"--timeout {options.timeout} must be a number of seconds above 0")
     require(problems, "this cannot be verified")
     device = _device(options)
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import struct
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from glob import glob
@@ -19,6 +21,7 @@ from .option import about, accepts, expectation, kinds, out_of_range
 from .schema import Config, Source
 
 Problem = tuple[tuple[str, ...], str]  # the paths it is about, the first being where to look; and the words
+_LEAST, _MOST = 2.0**-126, float(2**128 - 2**104)  # of float32, without the numbers that lose digits towards 0
 
 
 def violations(config: Config) -> list[str]:
@@ -90,7 +93,10 @@ def _types(section: Any, prefix: str) -> Iterator[Problem]:
 def _ranges(section: Any, prefix: str) -> Iterator[Problem]:
     for each in fields(section):
         path, value, facts = prefix + each.name, getattr(section, each.name), about(type(section), each)
-        if is_dataclass(value):
+        items = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(item, float) and not math.isfinite(item) for item in items):
+            yield (path,), f"{path}={value} must be finite"
+        elif is_dataclass(value):
             yield from _ranges(value, path + ".")
         elif isinstance(value, tuple):
             for index, item in enumerate(value):
@@ -106,6 +112,26 @@ def _ranges(section: Any, prefix: str) -> Iterator[Problem]:
             yield (path,), f"{path}={value} {wrong}"
 
 
+def _beyond_float32(path: str, value: float, default: Any) -> Iterator[Problem]:
+    """What the optimizer computes with is float32, in which 1e-46 is 0 and 1e39 is infinite: weights would become NaN, or stay as
+    they are, and nobody would know why."""
+    if math.isfinite(value) and value != 0 and not _LEAST <= abs(value) <= _MOST:
+        what = "0 or nearly 0" if abs(value) < 1 else "infinite"
+        yield (
+            (path,),
+            f"{path}={value} is {what} in float32, which training computes in; give a number between {_LEAST:.1e} and {_MOST:.1e} "
+            f"(default: {default})",
+        )
+
+
+def _float32(value: float) -> float:
+    """As float32 has it."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.inf
+
+
 def _model(config: Config) -> Iterator[Problem]:
     model, lora = config.model, config.model.lora
     if not model.folder:
@@ -116,6 +142,7 @@ def _model(config: Config) -> Iterator[Problem]:
                 ("model.lora", "model.random_init"),
                 "model.lora trains adapters of a frozen base, and model.random_init makes that base noise; drop one of them",
             )
+        yield from _beyond_float32("model.lora.alpha", lora.alpha, type(lora).alpha)
         if lora.dropout != 0:
             yield (
                 ("model.lora.dropout",),
@@ -184,8 +211,15 @@ def _train(config: Config) -> Iterator[Problem]:
         )
     if train.min_lr > train.lr:
         yield ("train.min_lr", "train.lr"), f"train.min_lr={train.min_lr} is above train.lr={train.lr}; lower it"
-    if not all(0 <= beta < 1 for beta in train.betas):
-        yield ("train.betas",), f"train.betas={list(train.betas)} must both be at least 0 and below 1"
+    for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "z_loss", "label_smoothing"):
+        value = getattr(train, name)
+        if value is not None:
+            yield from _beyond_float32(f"train.{name}", value, getattr(type(train), name))
+    if all(map(math.isfinite, train.betas)) and not all(0 <= beta < 1 for beta in map(_float32, train.betas)):
+        yield (
+            ("train.betas",),
+            f"train.betas={list(train.betas)} must both be at least 0 and below 1, in float32 too (at most 0.9999999)",
+        )
 
 
 def _phases(config: Config) -> Iterator[Problem]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ..files import open_regular
 
 if TYPE_CHECKING:
     import yaml
@@ -69,15 +71,39 @@ Node = Scalar | Sequence | Mapping | Refused
 def read_file(path: Path, shown: str, problems: list[str]) -> Mapping | None:
     """The tree of a file. Whatever is wrong with it is added to `problems`."""
     try:
-        with path.open("rb") as file:
-            text = file.read(4 * LARGEST).decode("utf-8-sig")
+        return read_text(_text(path), shown, problems)
     except UnicodeDecodeError as error:
         problems.append(f"{shown}: not UTF-8 text (byte {error.start}); save it as UTF-8")
-        return None
-    except OSError as error:
-        problems.append(f"{shown}: cannot be read: {error.strerror}")
-        return None
-    return read_text(text, shown, problems)
+    except (OSError, ValueError) as error:
+        problems.append(f"{shown}: cannot be read: {getattr(error, 'strerror', None) or error}")
+    return None
+
+
+def _text(path: Path) -> str:
+    with open_regular(path) as file:
+        return file.read(4 * LARGEST).decode("utf-8-sig")
+
+
+def read_plain(path: Path) -> tuple[Any, str]:
+    """What a YAML file of another ithaca holds, as plain values, and its text. The same limits, but no schema; ValueError."""
+    try:
+        text = _text(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return load_plain(text, str(path)), text
+
+
+def load_plain(text: str, shown: str) -> Any:
+    """Plain values of a YAML text; ValueError where it is none, or beyond the limits of a config."""
+    import yaml
+
+    problems: list[str] = []
+    if read_text(text, shown, problems) is None or problems:
+        raise ValueError("; ".join(problems[:3]))
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date that there is not
+        raise ValueError(f"{shown}: not YAML that can be read: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_text(text: str, shown: str, problems: list[str]) -> Mapping | None:

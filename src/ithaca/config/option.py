@@ -17,6 +17,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
+LARGEST = 2**63 - 1  # of a whole number: what numpy and torch hold
+
 
 def option(default: Any, help: str, **about: Any) -> Any:
     """A field with a default. about: unit, choices, path, least, most, above, below (see `Range`)."""
@@ -107,13 +109,15 @@ def _words(scalar: type, about: typing.Mapping[str, Any]) -> str:
 
 
 def out_of_range(about: typing.Mapping[str, Any], value: float) -> str | None:
-    """'must be at least 1', or None. least and most are included, above and below are not."""
+    """'must be at least 1', or None. least and most are included, above and below are not. No whole number is above LARGEST."""
     tests = {
         "least": ("at least", lambda limit: value >= limit),
         "most": ("at most", lambda limit: value <= limit),
         "above": ("above", lambda limit: value > limit),
         "below": ("below", lambda limit: value < limit),
     }
+    if isinstance(value, int):
+        about = {"most": LARGEST, **about}
     wrong = [
         f"{words} {about[name]}" for name, (words, good) in tests.items() if name in about and not good(about[name])
     ]

@@ -117,6 +117,9 @@ class Reader:
             raise Wrong(f"{path} is a section here, but must be {expectation(kind, facts)}")
         if isinstance(node, Sequence):
             return self.list(node.items, node, kind, facts, path)
+        if isinstance(node, Refused):  # inside a list; the problem has been noted
+            self.failed.add(path.partition("[")[0])
+            raise Wrong(f"{path} cannot be read")
         assert isinstance(node, Scalar)
         if kind.optional and node.plain and node.text.lower() in _NULL:
             return None

@@ -59,7 +59,8 @@ def _section(cls: type, path: str) -> Iterator[str]:
         elif kind.items and kind.items[0].section is not None and path != "eval":  # eval.sources are like data.sources
             inner.append((kind.items[0].section, f"{where}[]"))
         takes = expectation(kind, facts)
-        limits = [f"{words} {facts[name]}" for name, words in _LIMITS.items() if name in facts]
+        number = format_tokens if facts.get("unit") == "tokens" else str
+        limits = [f"{words} {number(facts[name])}" for name, words in _LIMITS.items() if name in facts]
         help = facts["help"] or " ".join((inspect.getdoc(kind.section) or "").split())
         row = [f"`{where}`", takes + "".join(f", {each}" for each in limits), _default(each, facts), help]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from ..stack import Stack
 from .option import option, required
 
+LONGEST = 2**40  # tokens of a row
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -56,7 +57,7 @@ class Rope:
 class Lora:
     """Low-rank adapters (PEFT) on a frozen base."""
 
-    rank: int = option(16, "Rank of each adapter.", least=1)
+    rank: int = option(16, "Rank of each adapter.", least=1, most=65536)
     alpha: float = option(32.0, "Adapters are scaled by alpha / rank.", above=0)
     dropout: float = option(0.0, "Must be 0: with dropout no result could be compared with the untouched model.")
     targets: tuple[str, ...] = option(LINEARS, "Linear layers that get an adapter.")
@@ -117,7 +118,7 @@ class Source:
 class Data:
     """What the model reads."""
 
-    context: int = required("Tokens in a row: the length trained at.", unit="tokens", least=2)
+    context: int = required("Tokens in a row: the length trained at.", unit="tokens", least=2, most=LONGEST)
     sources: tuple[Source, ...] = option((), "Where documents come from; `ithaca data pack` reads them.")
     packed: str | None = option(None, "Folder that `ithaca data pack` writes and training reads.", path=True)
     tokenizer: str | None = option(None, "Folder of the tokenizer; null = the model's folder.", path=True)
@@ -126,6 +127,10 @@ class Data:
         choices=("split", "drop", "error"),
     )  # fmt: skip
     eos: bool = option(True, "End every document with the tokenizer's end-of-sequence token.")
+    special_tokens: str = option(
+        "text", "What the text of a special token, such as </s>, is in a document or a message: text, or (parse) that token.",
+        choices=("text", "parse"),
+    )  # fmt: skip
     seed: int = option(0, "Of the order of rows, which depends on nothing else.", least=0)
 
     @property
@@ -161,7 +166,7 @@ class StackOptions(Stack):
 class Phase:
     """A part of the run at a context of its own. Weights, optimizer, learning rate and data cursor go on from phase to phase."""
 
-    context: int = required("Tokens in a row in this phase.", unit="tokens", least=2)
+    context: int = required("Tokens in a row in this phase.", unit="tokens", least=2, most=LONGEST)
     steps: int = required("Optimizer steps of this phase.", least=1)
     sources: tuple[Source, ...] = option((), "Data of this phase; none = data.sources.")
     packed: str | None = option(
@@ -231,9 +236,9 @@ class Evaluate:
         choices=("needle", "multi_key", "multi_value", "variable_tracking", "common_words"),
     )
     lengths: tuple[int, ...] = option(
-        (), "Lengths to ask at; none = a quarter, a half and all of data.context.", unit="tokens", least=2
+        (), "Lengths to ask at; none = a quarter, a half and all of data.context.", unit="tokens", least=2, most=LONGEST
     )
-    depths: int = option(5, "Depths of the needle, from the beginning of the text to its end.", least=1)
+    depths: int = option(5, "Depths of the needle, from the beginning of the text to its end.", least=1, most=1000)
     samples: int = option(4, "Texts of each task and length, and of each cell of the grid.", least=1)
     language: str = option(
         "auto",
@@ -283,9 +288,11 @@ class Timeouts:
 class Launch:
     """How processes start. Under torchrun or srun the command joins that job, and the job's numbers must agree."""
 
-    workers: int | None = option(None, "Processes per node, one per GPU; null = as many as there are GPUs.", least=1)
-    cpu: int | None = option(None, "Train on the CPU with so many processes (gloo).", least=1)
-    nodes: int = option(1, "Machines. More than one needs torchrun or srun.", least=1)
+    workers: int | None = option(
+        None, "Processes per node, one per GPU; null = as many as there are GPUs.", least=1, most=4096
+    )
+    cpu: int | None = option(None, "Train on the CPU with so many processes (gloo).", least=1, most=4096)
+    nodes: int = option(1, "Machines. More than one needs torchrun or srun.", least=1, most=65536)
     gpu_memory: int | None = option(
         None, "Memory of a GPU that the run may use (80GB); null = all of it.", unit="bytes", above=0
     )

@@ -10,6 +10,7 @@ import re
 from decimal import Decimal
 
 _NUMBER = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_LARGEST = 2**60
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _BYTES = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -24,7 +25,10 @@ def parse_tokens(text: str) -> int:
 
 def parse_bytes(text: str) -> int:
     """'80GB' -> 80000000000, '64GiB' -> 68719476736."""
-    return _parse(text, _BYTES, "a number of bytes such as 80GB (10⁹) or 64GiB (2³⁰)")
+    found = _parse(text, _BYTES, "a number of bytes such as 80GB (10⁹) or 64GiB (2³⁰)")
+    if found == 0:
+        raise ValueError(f"{text!r} is no size; give a number of bytes above 0, such as 80GB")
+    return found
 
 
 def _parse(text: str, units: dict[str, int], want: str) -> int:
@@ -34,6 +38,8 @@ def _parse(text: str, units: dict[str, int], want: str) -> int:
     value = Decimal(match[1].replace("_", "")) * units[match[2].lower()]
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number: it comes to {value.normalize()}")
+    if value > _LARGEST:
+        raise ValueError(f"{text!r} is too large: at most {_LARGEST:,} can be counted with")
     return int(value)
 
 

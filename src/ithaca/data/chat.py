@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .template import render as render_template
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Spans = list[tuple[int, int]]
@@ -30,19 +32,7 @@ def render_chat(messages: Any, template: str, tokens: dict[str, Any], tools: Any
     ]
 
     def render(part: list[dict[str, Any]], *, prompt: bool = False, mark: bool = False) -> tuple[str, Spans]:
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            # the function behind tokenizer.apply_chat_template, which would bring torch and loses marked turns that begin or end
-            # with a space
-            texts, marks = render_jinja_template(
-                conversations=[part], chat_template=template, tools=tools or None, add_generation_prompt=prompt,
-                return_assistant_tokens_mask=mark, **tokens,
-            )  # fmt: skip
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses this chat: {error.message or error}") from None
-        return texts[0], [(int(begin), int(end)) for begin, end in marks[0]] if mark else []
+        return render_template(template, part, tools, tokens, prompt=prompt, mark=mark)
 
     if _GENERATION.search(template):
         return render(messages, mark=True)

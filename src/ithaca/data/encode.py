@@ -5,10 +5,16 @@ working memory per character, so it is encoded window by window. Tokenizers look
 nowhere written down, so every cut is tested: the tokens around it must come out the same with less text before and
 after it. If not, another place is tried, then a larger window; in the worst case the text is encoded whole. So the
 result never depends on the window.
+
+A text may hold the text of a special token: `</s>` in a page about tokenizers. That is no end of the document, so it is encoded
+letter by letter, unless `parse` asks for special tokens. Some tokenizers (Unigram) know no other way to write it than the special
+token itself; then the document is refused.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -21,21 +27,36 @@ _TRIES = 8
 
 
 class Encoder:
-    """The Rust tokenizer of some `TokenizerParts`."""
+    """The Rust tokenizer of some `TokenizerParts`. parse: the text of a special token becomes that token."""
 
-    def __init__(self, parts: TokenizerParts, window: int = WINDOW):
+    def __init__(self, parts: TokenizerParts, window: int = WINDOW, *, parse: bool = False):
         from tokenizers import Tokenizer
 
         self.parts = parts
         self.window = window
         self._backend = Tokenizer.from_str(parts.backend)
+        self._backend.encode_special_tokens = not parse
+        self._refused = {} if parse else _never_meant(parts)
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, none longer than the window. No special tokens are added."""
+        """Ids of each text, none longer than the window. No special tokens are added. They are still to be checked."""
         return [each.ids for each in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def check(self, ids: Iterable[int]) -> None:
+        """ValueError if plain text has become a special token all the same."""
+        if found := self._refused.keys() & set(ids):
+            raise ValueError(
+                f"the text holds {self._refused[min(found)]!r}, of which this tokenizer makes the special token even as plain "
+                "text; take it out, or allow it with special_tokens: parse"
+            )
 
     def stream(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Ids, and the character each token starts at, of a text that comes in pieces."""
+        for ids, starts in self._stream(pieces):
+            self.check(ids.tolist())
+            yield ids, starts
+
+    def _stream(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         text = ""
         base = done = 0  # characters before `text`; characters of `text` whose tokens are out
         window = self.window
@@ -85,3 +106,16 @@ class Encoder:
             if np.array_equal(ids[here], few[there]) and np.array_equal(starts[here], where[there]):
                 return place
         return None
+
+
+def _never_meant(parts: TokenizerParts) -> dict[int, str]:
+    """Special tokens that no plain text has: all but those for what the tokenizer does not know."""
+    model = json.loads(parts.backend)["model"]
+    unknown = model.get("unk_token")
+    if unknown is None and model.get("unk_id") is not None:
+        unknown = model["vocab"][model["unk_id"]][0]
+    return {
+        number: text
+        for text, number in parts.special.items()
+        if text != unknown and not (model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", text))
+    }

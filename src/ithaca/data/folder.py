@@ -19,26 +19,25 @@ memory, and a disk that fails is an exception with a file name instead of SIGBUS
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from ..files import sha256_of
+from ..files import inside, sha256_of
+from .manifest import BLOCK, INDEX, read_manifest
+from .stamps import stamp
 
-FORMAT, VERSION = "ithaca packed", 1
-BLOCK = 4096  # tokens between two entries of sums-*.bin
-INDEX = np.dtype("<i8")
 _OPEN = 64  # token files kept open
+_INDICES = 1 << 20  # numbers of the index that are checked at a time
 
-
-def token_dtype(vocabulary: int) -> np.dtype:
-    return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
+Seen = dict[str, list[int]]  # file name -> inode, size and times of a file whose SHA-256 was right
 
 
 class Packed:
@@ -51,6 +50,7 @@ class Packed:
         self.largest_token: int = self.manifest["largest_token"]
         self.dtype = np.dtype(self.manifest["dtype"])
         self.bytes_read = 0  # of tokens and masks, since the folder was opened
+        self.written = False  # by this process, just now: its files are those that were hashed
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = Lock()
         self._check_sizes()
@@ -62,8 +62,7 @@ class Packed:
         masked = "supervised.bin" in self.manifest["files"]
         self._supervised = np.memmap(self.folder / "supervised.bin", INDEX, "r") if masked else None
         self._sums: dict[int, np.ndarray] = {}
-        if len(self.offsets) != self.manifest["documents"] + 1 or int(self.offsets[-1]) != self._first[-1]:
-            raise ValueError(f"{self.folder}: documents.bin and manifest.json do not agree; pack the data again")
+        self._check_index()
 
     @property
     def identity(self) -> str:
@@ -111,7 +110,10 @@ class Packed:
         shard, start, stop = self._within(start, stop)
         if self._shards[shard]["mask"] is None:
             return stop - start
-        return self._before(shard, stop) - self._before(shard, start)
+        found = self._before(shard, stop) - self._before(shard, start)
+        if not 0 <= found <= stop - start:
+            raise ValueError(f"{self.folder / self._shards[shard]['sums']} does not fit its mask; pack the data again")
+        return found
 
     def _before(self, shard: int, token: int) -> int:
         if shard not in self._sums:
@@ -167,7 +169,7 @@ class Packed:
 
     def _check_sizes(self) -> None:
         for name, about in self.manifest["files"].items():
-            path = self.folder / name
+            path = inside(self.folder, name)
             if not path.is_file():
                 raise ValueError(
                     f"{path} is missing, though manifest.json lists it; copy it again or pack the data again"
@@ -178,14 +180,44 @@ class Packed:
                     "pack the data again"
                 )
 
-    def verify(self) -> None:
-        """Read every file and compare its SHA-256 with the manifest."""
-        for name, about in self.manifest["files"].items():
-            if sha256_of(self.folder / name) != about["sha256"]:
-                raise ValueError(
-                    f"{self.folder / name} has changed since it was written (SHA-256 differs); copy it again or pack the "
-                    "data again"
-                )
+    def _check_index(self) -> None:
+        """Do the documents fill the shards, each in one of them? The numbers are used as places in files."""
+        wrong = ValueError(f"{self.folder}: documents.bin and manifest.json do not agree; pack the data again")
+        documents = self.manifest["documents"]
+        if len(self.offsets) != documents + 1 or self.offsets[0] != 0 or int(self.offsets[-1]) != self._first[-1]:
+            raise wrong
+        for start in range(0, documents, _INDICES):
+            some = self.offsets[start : start + _INDICES + 1]
+            if (some[1:] <= some[:-1]).any():
+                raise wrong
+            if self._supervised is not None:
+                learn = self._supervised[start : start + _INDICES]
+                if (learn < 1).any() or (learn >= some[1:] - some[:-1]).any():
+                    raise ValueError(
+                        f"{self.folder}: supervised.bin and documents.bin do not agree; pack the data again"
+                    )
+        before = np.cumsum([0, *(shard["documents"] for shard in self._shards)])
+        if (self.offsets[before] != self._first).any():
+            raise wrong
+
+    def verify(
+        self, seen: Mapping[str, Any] | None = None, progress: Callable[[int], None] = lambda size: None
+    ) -> Seen:
+        """Read every file and compare its SHA-256 with the manifest. seen: what was right before, and is not read again if it has
+        not been touched since. progress: is called with the bytes of each file. -> what is right now"""
+        now = {name: _touched(self.folder / name) for name in self.manifest["files"]}
+        unread = [name for name in now if not self.written and (seen is None or seen.get(name) != now[name])]
+        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:  # hashing leaves Python's lock
+            for name, digest in zip(unread, pool.map(lambda name: sha256_of(self.folder / name), unread), strict=True):
+                about = self.manifest["files"][name]
+                if digest != about["sha256"]:
+                    pool.shutdown(cancel_futures=True)
+                    raise ValueError(
+                        f"{self.folder / name} has changed since it was written (SHA-256 differs); copy it again or pack the "
+                        "data again"
+                    )
+                progress(about["bytes"])
+        return now
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Refuse a model whose vocabulary is too small for the tokens here."""
@@ -196,27 +228,6 @@ class Packed:
             )
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / "manifest.json"
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, not a packed folder; 'ithaca data pack' makes one")
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not there; make it with 'ithaca data pack FILES --tokenizer FOLDER --out {folder}'"
-        )
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a packed folder: it has no manifest.json; 'ithaca data pack' makes one")
-    try:
-        manifest = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; pack the data again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is not the manifest of a packed folder (its format is not {FORMAT!r})")
-    if manifest.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format version {manifest.get('version')}, this ithaca reads {VERSION}; pack the data again"
-        )
-    for name in manifest["files"]:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{path} names the file {name!r} outside of the folder; do not use it")
-    return manifest
+def _touched(path: Path) -> list[int]:
+    found = stamp(path)
+    return [found.inode, found.bytes, found.mtime_ns, found.ctime_ns]

@@ -1,6 +1,6 @@
-"""What is to be packed, found and understood; and whether a folder was made from the same.
+"""What is to be packed, found and understood; whether it stayed the same meanwhile; and whether a folder was made from it.
 
-Files are compared by name, size and time, and by SHA-256 where only the time differs: a copy is the same data.
+Files are compared with a folder by name, size and time, and by SHA-256 where only the time differs: a copy is the same data.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..files import sha256_of
-from .folder import read_manifest
+from .find import Files, check_steady, find_files
+from .manifest import read_manifest
 from .readers import dataset_parts, first_columns, split_parts
-from .source import Files, Part, Source, find_files, is_dataset, tell_kind
+from .source import Part, Source, is_dataset, tell_kind
+from .stamps import changed, stamp
 from .tokenizer import differing
 
 
@@ -25,15 +27,23 @@ class Input:
     kind: str
     format: str
     parts: list[Part]
-    files: Files | None  # None: a dataset
-    dataset: str | None  # its fingerprint
+    files: Files
+    dataset: str | None  # its fingerprint, if it is one
+
+    @property
+    def recorded(self) -> list[tuple[str, Path]]:
+        """Files to write down, by names that stay the same when the data is moved. Those of a downloaded dataset do not."""
+        if self.source.path.startswith("hf:") or not self.files.paths:
+            return []
+        root = os.path.commonpath([path.parent for path in self.files.paths])
+        return [(os.path.relpath(path, root), path) for path in self.files.stamps]
 
 
 def understand(number: int, source: Source) -> Input:
     if is_dataset(source):
-        parts, mark = dataset_parts(number, source)
+        parts, mark, files = dataset_parts(number, source)
         columns, where = first_columns("datasets", parts[0].pieces[0], source)
-        return Input(source, tell_kind(source, columns, where), "datasets", parts, None, mark)
+        return Input(source, tell_kind(source, columns, where), "datasets", parts, files, mark)
     files = find_files(source)
     parts = split_parts(number, files)
     if files.format in ("txt", "tokens"):
@@ -46,15 +56,17 @@ def understand(number: int, source: Source) -> Input:
     return Input(source, kind, files.format, parts, files, None)
 
 
-def stamp(path: Path) -> dict[str, int]:
-    stat = path.stat()
-    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-
-def named(files: Files) -> list[tuple[str, Path]]:
-    """Files by names that stay the same when the data is moved."""
-    root = os.path.commonpath([path.parent for path in files.paths])
-    return [(os.path.relpath(path, root), path) for path in files.every]
+def check_unchanged(inputs: list[Input]) -> None:
+    """ValueError if a file of a source is new, gone or changed since it was understood."""
+    for each in inputs:
+        try:
+            if each.dataset is None:
+                stamps = find_files(each.source).stamps
+            else:  # which files it has is written in one of them
+                stamps = {path: stamp(path) for path in each.files.stamps if path.exists()}
+        except (ValueError, OSError) as error:
+            raise changed(each.source.path, str(error)) from None
+        check_steady(each.files.stamps, stamps)
 
 
 def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], about: dict[str, Any] | None) -> list[str]:
@@ -66,9 +78,9 @@ def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], abo
             f"{error}. It exists already and is not replaced: choose another folder, or remove it"
         ) from None
     found = [
-        f"{name} was {then['settings'].get(name)!r}, is now {value!r}"
+        f"{name} was {then['settings'][name]!r}, is now {value!r}"
         for name, value in settings.items()
-        if then["settings"].get(name) != value
+        if then["settings"][name] != value
     ]
     if (then["tokenizer"] is None) != (about is None):
         found.append("it was packed " + ("without" if about else "with") + " a tokenizer")
@@ -88,7 +100,7 @@ def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], abo
                 found.append(f"source {new.source.path}: {name} was {before!r}, is now {now!r}")
         if old["dataset"] != new.dataset:
             found.append(f"source {new.source.path}: the dataset has changed, or is another")
-        found += _changed_files(old["files"], [] if new.files is None else named(new.files))
+        found += _changed_files(old["files"], new.recorded)
     return found
 
 
@@ -101,8 +113,8 @@ def _changed_files(then: list[dict[str, Any]], now: list[tuple[str, Path]]) -> l
         if name not in before:
             continue
         old, new = before[name], stamp(path)
-        if old["bytes"] != new["bytes"]:
-            found.append(f"{path} had {old['bytes']:,} bytes, now {new['bytes']:,}")
-        elif old["mtime_ns"] != new["mtime_ns"] and sha256_of(path) != old["sha256"]:
+        if old["bytes"] != new.bytes:
+            found.append(f"{path} had {old['bytes']:,} bytes, now {new.bytes:,}")
+        elif old["mtime_ns"] != new.mtime_ns and sha256_of(path) != old["sha256"]:
             found.append(f"{path} has changed (SHA-256 differs)")
     return found[:8] + ([f"and {len(found) - 8} more files"] if len(found) > 8 else [])

@@ -6,12 +6,12 @@ a shard holds depends on the data only, not on the number of workers. At the end
 manifest, and the folder gets its name: it is there whole or not at all.
 
 Packing again with the same data, tokenizer and settings finds the folder and does nothing. With anything else it stops
-and says what differs; `force` replaces the folder once the new one is complete.
+and says what differs; `force` replaces the folder once the new one is complete. Data that changes while it is packed is an error:
+nobody could say what was packed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import Counter
@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 
 from ..files import sha256_of
-from .folder import FORMAT, INDEX, VERSION, Packed, token_dtype
-from .inputs import Input, differences, named, stamp, understand
+from .find import left_out_words
+from .folder import Packed
+from .inputs import Input, check_unchanged, differences, understand
+from .manifest import FORMAT, INDEX, LIMIT, SPECIAL, VERSION, content_of, token_dtype
 from .parallel import run_tasks
 from .progress import Progress
 from .publish import publish
@@ -41,6 +43,7 @@ def pack(
     vocabulary: int | None = None,
     eos: bool = True,
     chat_template: str | None = None,
+    special_tokens: str = "text",
     workers: int | None = None,
     force: bool = False,
     quiet: bool = False,
@@ -49,19 +52,27 @@ def pack(
     """Tokenise sources into the folder `out`.
 
     tokenizer: a local folder; may be left out if all sources are token ids, then `vocabulary` must be given. eos: end texts and
-    completions with the end-of-sequence token. chat_template: a template instead of the tokenizer's. workers: processes, None =
-    one per core.
+    completions with the end-of-sequence token. chat_template: a template instead of the tokenizer's. special_tokens: what `</s>` in
+    a document is: "text", or with "parse" the special token. workers: processes, None = one per core.
     """
     folder = Path(out).expanduser()
     if not sources:
         raise ValueError("there is no source; give at least one file, folder or glob")
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers} must be at least 1; leave it out for one per core")
+    if special_tokens not in SPECIAL:
+        raise ValueError(f"special_tokens={special_tokens!r} is unknown; choose one of {', '.join(SPECIAL)}")
     inputs = [understand(number, source) for number, source in enumerate(sources)]
+    _check_count(inputs)
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     parts = None if loaded is None else tokenizer_parts(loaded, chat_template)
     vocabulary = _vocabulary(inputs, parts, vocabulary, eos)
-    settings = {"eos": eos, "vocabulary": vocabulary, "chat_template": chat_template}
+    settings = {
+        "eos": eos,
+        "vocabulary": vocabulary,
+        "chat_template": chat_template,
+        "special_tokens": None if parts is None else special_tokens,
+    }
     about = None
     if parts is not None:
         import tokenizers
@@ -71,7 +82,16 @@ def pack(
         found = differences(folder, inputs, settings, about)
         if not found:
             say(f"{folder} already holds this data, packed with the same tokenizer and settings: nothing to do")
-            return Packed(folder)
+            packed = Packed(folder)
+            for each, then in zip(inputs, packed.manifest["sources"], strict=True):
+                new = {
+                    reason: names
+                    for reason, every in each.files.left_out.items()
+                    if (names := sorted(set(every) - set(then["left_out"].get(reason, ()))))
+                }
+                for line in left_out_words(new):
+                    say(f"  {each.source.path}: since then also {line}")
+            return packed
         if not force:
             raise ValueError(
                 f"{folder} exists and holds something else:\n" + "\n".join(f"  - {line}" for line in found)
@@ -86,13 +106,26 @@ def pack(
             parts,
             vocabulary,
             eos,
+            special_tokens == "parse",
         )
         if loaded is not None:
             loaded.save_pretrained(into / "tokenizer")
         _write(into, inputs, job, settings, about, workers or len(os.sched_getaffinity(0)), quiet)
 
     publish(folder, fill, replace=force)
-    return Packed(folder)
+    packed = Packed(folder)
+    packed.written = True
+    return packed
+
+
+def _check_count(inputs: list[Input]) -> None:
+    """Before hours of work: a manifest that nobody would read again is not to be written."""
+    names = [name for each in inputs for name, _ in each.recorded]
+    names += [name for each in inputs for every in each.files.left_out.values() for name in every]
+    if sum(len(name.encode("utf-8", "replace")) + 200 for name in names) > LIMIT:
+        raise ValueError(
+            f"the sources have {len(names):,} files, too many to list with their checksums; put them together into jsonl files"
+        )
 
 
 def _vocabulary(inputs: list[Input], parts: TokenizerParts | None, asked: int | None, eos: bool) -> int:
@@ -129,12 +162,17 @@ def _write(
 ) -> None:
     """Everything that is in a packed folder, the tokenizer aside."""
     parts = [part for each in inputs for part in each.parts]
-    paths = list(dict.fromkeys(str(path) for each in inputs if each.files for path in each.files.every))
+    files = {str(path): each.files.stamps[path] for each in inputs for _, path in each.recorded}
     # Large parts first would balance better, but then the first error would not be that of the first record.
-    tasks: list[Any] = [*enumerate(parts), *paths]
-    with Progress("packing", sum(part.size for part in parts), quiet=quiet) as progress:
-        results = run_tasks(start_worker, job, tasks, workers, lambda report: progress.add(*report))
-    done, hashes = results[: len(parts)], dict(zip(paths, results[len(parts) :], strict=True))
+    tasks: list[Any] = [*enumerate(parts), *files.items()]
+    try:
+        with Progress("packing", sum(part.size for part in parts), quiet=quiet) as progress:
+            results = run_tasks(start_worker, job, tasks, workers, lambda report: progress.add(*report))
+    except (ValueError, OSError):
+        check_unchanged(inputs)  # half a line is no error of the data while somebody writes it
+        raise
+    check_unchanged(inputs)
+    done, hashes = results[: len(parts)], dict(zip(files, results[len(parts) :], strict=True))
     index = _write_index(into, done)
     sources, first = [], 0
     for number, each in enumerate(inputs):
@@ -151,14 +189,15 @@ def _write(
         if not result["documents"]:
             (into / result["file"]).unlink()
     content = {name: digest for result in shards for name, digest in result["sha256"].items()} | index
-    files = {**content}
-    for path in sorted((into / "tokenizer").glob("*")):
-        files[f"tokenizer/{path.name}"] = sha256_of(path)
+    every = {**content}
+    for path in sorted((into / "tokenizer").rglob("*")):
+        if path.is_file():
+            every[path.relative_to(into).as_posix()] = sha256_of(path)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "content": hashlib.sha256(json.dumps(sorted(content.items())).encode()).hexdigest(),
+        "content": content_of(content),
         "dtype": token_dtype(job.vocabulary).str,
         "vocabulary": job.vocabulary,
         "largest_token": max(result["largest"] for result in shards),
@@ -172,9 +211,9 @@ def _write(
         "shards": [
             {name: result[name] for name in ("file", "mask", "sums", "tokens", "documents")} for result in shards
         ],
-        "files": {name: {"bytes": (into / name).stat().st_size, "sha256": digest} for name, digest in files.items()},
+        "files": {name: {"bytes": (into / name).stat().st_size, "sha256": digest} for name, digest in every.items()},
     }
-    (into / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False))
+    (into / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def _write_index(into: Path, done: list[dict[str, Any]]) -> dict[str, str]:
@@ -204,10 +243,12 @@ def _describe(each: Input, results: list[dict[str, Any]], hashes: dict[str, str]
         **{name: sum(result[name] for result in results) for name in ("documents", "tokens", "supervised")},
         "dropped": dict(sum((Counter(result["dropped"]) for result in results), Counter())),
     }
-    if each.files is None:
-        return {**described, "dataset": each.dataset, "files": [], "ignored": []}
-    files = [{**stamp(path), "name": name, "sha256": hashes[str(path)]} for name, path in named(each.files)]
-    return {**described, "dataset": None, "files": files, "ignored": list(each.files.ignored)}
+    stamps = {path: each.files.stamps[path] for _, path in each.recorded}
+    files = [
+        {"bytes": stamps[path].bytes, "mtime_ns": stamps[path].mtime_ns, "name": name, "sha256": hashes[str(path)]}
+        for name, path in each.recorded
+    ]
+    return {**described, "dataset": each.dataset, "files": files, "left_out": each.files.left_out}
 
 
 def _is_empty(folder: Path) -> bool:

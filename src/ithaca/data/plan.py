@@ -28,12 +28,15 @@ from pathlib import Path
 
 import numpy as np
 
+from ..files import inside, read_json, sha256_of
 from .fit import best_fit
 from .folder import Packed
 from .publish import publish
 
 POLICIES = ("split", "drop", "error")
-_RECIPE = 1  # of fit.py and this file: another number makes other rows
+_RECIPE = 2  # of fit.py and this file: another number for other rows, or for another form of them
+_ARRAYS = ("pieces", "bounds", "supervised")
+_LIMIT = 1 << 16  # bytes of plan.json
 
 
 @dataclass(frozen=True)
@@ -177,30 +180,60 @@ def open_plan(
             _save(plan, folder)
         if not (folder / "plan.json").is_file():
             return plan
-    return _load(folder, context)
+    return _load(folder, packed, context, source)
 
 
 def _save(plan: RowPlan, folder: Path) -> None:
-    arrays = {"pieces": plan.pieces, "bounds": plan.bounds, "supervised": plan.supervised}
-
     def fill(into: Path) -> None:
-        for name, array in arrays.items():
-            np.save(into / f"{name}.npy", array, allow_pickle=False)
-        (into / "plan.json").write_text(json.dumps(plan.counts.__dict__, indent=1))
+        for name in _ARRAYS:
+            np.save(into / f"{name}.npy", getattr(plan, name), allow_pickle=False)
+        about = {
+            "counts": plan.counts.__dict__,
+            "sha256": {name: sha256_of(into / f"{name}.npy") for name in _ARRAYS},
+        }
+        (into / "plan.json").write_text(json.dumps(about, indent=1))
 
     publish(folder, fill)
 
 
-def _load(folder: Path, context: int) -> RowPlan:
+def _load(folder: Path, packed: Packed, context: int, source: int | None) -> RowPlan:
+    """A plan that was made before. Its numbers are used as places in files, so none is believed."""
     try:
-        counts = Counts(**json.loads((folder / "plan.json").read_text()))
-        arrays = [
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ("pieces", "bounds", "supervised")
-        ]
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder} is damaged ({error}); remove that folder, it is made again") from None
-    pieces, bounds, supervised = arrays
-    if pieces.shape != (int(bounds[-1]), 3) or len(supervised) != len(bounds) - 1 or len(supervised) != counts.rows:
-        raise ValueError(f"{folder} is damaged (its arrays do not match); remove that folder, it is made again")
-    return RowPlan(context, pieces, bounds, supervised, counts)
+        about = read_json(inside(packed.folder, str((folder / "plan.json").relative_to(packed.folder))), _LIMIT)
+        counts = Counts(**about["counts"])
+        for name in _ARRAYS:
+            if sha256_of(inside(packed.folder, f"rows/{folder.name}/{name}.npy")) != about["sha256"][name]:
+                raise ValueError(f"SHA-256 of {name}.npy differs")
+        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
+        if not all(isinstance(each, np.ndarray) and each.dtype == np.int64 for each in arrays):
+            raise ValueError("its arrays are not whole numbers")
+        pieces, bounds, supervised = arrays
+        plan = RowPlan(context, pieces, bounds, supervised, counts)
+        _check(plan, packed, source)
+    except (OSError, ValueError, TypeError, KeyError, EOFError, OverflowError) as error:
+        raise ValueError(f"{folder} is damaged ({str(error)[:200]}); remove that folder, it is made again") from None
+    return plan
+
+
+def _check(plan: RowPlan, packed: Packed, source: int | None) -> None:
+    """Does the plan make rows of the documents that are there?"""
+    pieces, bounds, supervised = plan.pieces, plan.bounds, plan.supervised
+    if bounds.ndim != 1 or supervised.ndim != 1 or len(bounds) < 2 or pieces.shape != (int(bounds[-1]), 3):
+        raise ValueError("its arrays do not match")
+    counts = plan.counts.__dict__.values()
+    if len(supervised) != len(plan) or len(plan) != plan.counts.rows or not all(type(each) is int for each in counts):
+        raise ValueError("its arrays do not match")
+    if bounds[0] != 0 or (np.diff(bounds) < 1).any():
+        raise ValueError("its rows are not in order")
+    lengths = packed.lengths(source)
+    first = 0 if source is None else packed.manifest["sources"][source]["range"][0]
+    document, start, stop = pieces.T
+    if document.min() < first or document.max() >= first + len(lengths):
+        raise ValueError("it has pieces of documents that are not there")
+    if (start < 0).any() or (start >= stop).any() or (stop > lengths[document - first]).any():
+        raise ValueError("it has pieces that do not lie in their documents")
+    sizes = np.add.reduceat(stop - start, bounds[:-1])
+    if (sizes > plan.context).any() or (supervised < 1).any() or (supervised >= plan.context).any():
+        raise ValueError("it has rows that are too long, or have too much or nothing to learn from")
+    if plan.counts.padding != len(plan) * plan.context - int(sizes.sum()):
+        raise ValueError("its rows and its counts do not match")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .chat import Spans, render_chat
 from .encode import Encoder
+from .quotes import Quotes, QuotingEncoder, Render
 from .source import OPTIONAL, Source, did_you_mean
+from .template import render as render_template
 from .tokenizer import TokenizerParts
 
 IGNORE = -100
@@ -17,32 +20,92 @@ IGNORE = -100
 Tokens = tuple[np.ndarray, np.ndarray | None]  # ids; supervised or not, None = all
 
 
-def render_text(record: dict[str, Any], kind: str, source: Source, parts: TokenizerParts) -> tuple[str, Spans | None]:
-    """The text of a record, and the ranges of characters that are supervised (None = all). Empty text: an empty document."""
+class Encoders:
+    """The encoders of a job, made when they are needed: each holds a vocabulary.
+
+    parse: the text of a special token becomes that token wherever it stands. Otherwise only what a chat template writes does."""
+
+    def __init__(self, parts: TokenizerParts, *, parse: bool):
+        self.parts, self.parse = parts, parse
+
+    @cached_property
+    def plain(self) -> Encoder:
+        return Encoder(self.parts, parse=self.parse)
+
+    @cached_property
+    def chat(self) -> Encoder:
+        return self.plain if self.parse else Encoder(self.parts, parse=True)
+
+    @cached_property
+    def quoting(self) -> QuotingEncoder:
+        return QuotingEncoder(self.parts)
+
+    @cached_property
+    def quotes(self) -> Quotes:
+        return Quotes(() if self.parse else self.parts.special)
+
+
+class Rendered(NamedTuple):
+    text: str  # empty: an empty document
+    spans: Spans | None  # ranges of characters that are supervised; None = all
+    encoder: Encoder
+
+
+def render_text(record: dict[str, Any], kind: str, source: Source, encoders: Encoders) -> Rendered:
+    """The text of a record, and how it is to be encoded."""
     if kind == "text":
         value = _get(record, source, "text")
         if value is not None and not isinstance(value, str):
             raise ValueError(
                 f"the column {source.column('text')!r} is a {type(value).__name__}, not a text: {_short(value)}"
             )
-        return value or "", None
+        return Rendered(value or "", None, encoders.plain)
     if kind == "completion":
         prompt, completion = (_get(record, source, name) for name in ("prompt", "completion"))
         for name, value in (("prompt", prompt), ("completion", completion)):
             if not isinstance(value, str):
                 hint = "; for lists of messages use the column messages" if isinstance(value, list) else ""
                 raise ValueError(f"the column {source.column(name)!r} is a {type(value).__name__}, not a text{hint}")
-        return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
+        return Rendered(prompt + completion, [(len(prompt), len(prompt) + len(completion))], encoders.plain)
     assert kind == "chat"
-    if parts.chat_template is None:
+    template = encoders.parts.chat_template
+    if template is None:
         raise ValueError(
             "this is a chat, but the tokenizer has no chat template; use the tokenizer of the instruct model, or give a template "
             "(--chat-template)"
         )
     messages = _get(record, source, "messages")
     if not messages:
-        return "", []
-    return render_chat(messages, parts.chat_template, parts.special_tokens, record.get(source.column("tools")))
+        return Rendered("", [], encoders.chat)
+
+    def render(messages: Any, tools: Any) -> tuple[str, Spans]:
+        return render_chat(messages, template, encoders.parts.special_tokens, tools)
+
+    return _quoted(messages, record.get(source.column("tools")), render, encoders)
+
+
+def _quoted(messages: Any, tools: Any, render: Render, encoders: Encoders) -> Rendered:
+    """A chat in which only the template's own special tokens are meant."""
+    text, spans, own = encoders.quotes.render(messages, tools, render)
+    if own is None:
+        return Rendered(text, spans, encoders.chat)
+    return Rendered(encoders.quoting.with_aliases(text, own), spans, encoders.quoting)
+
+
+def prompt_ids(asked: str, encoders: Encoders) -> list[int]:
+    """A question as a model reads it: through the chat template up to where the answer begins; as it stands where there is none."""
+    parts = encoders.parts
+    template, before, after = parts.chat_template, list(parts.prefix), list(parts.suffix)
+    rendered = Rendered(asked, None, encoders.plain)
+    if template is not None:
+        before, after = [], []
+
+        def render(messages: Any, tools: Any) -> tuple[str, Spans]:
+            return render_template(template, messages, tools, parts.special_tokens, prompt=True, mark=False)
+
+        rendered = _quoted([{"role": "user", "content": asked}], None, render, encoders)
+    pieces = rendered.encoder.stream(rendered.encoder.pieces(rendered.text))
+    return [*before, *(int(each) for ids, _ in pieces for each in ids), *after]
 
 
 def encode_text(text: str, spans: Spans | None, kind: str, encoder: Encoder, eos: bool) -> Iterator[Tokens]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from .find import left_out_words
 from .folder import Packed
+from .manifest import DROPPED
 from .plan import Counts, make_plan, open_plan
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -30,8 +32,12 @@ def describe(packed: Packed) -> dict[str, Any]:
         "bytes": sum(about["bytes"] for about in manifest["files"].values()),
         "dropped": manifest["dropped"],
         "tokenizer": None if manifest["tokenizer"] is None else manifest["tokenizer"]["name"],
+        "special_tokens": manifest["settings"]["special_tokens"],
         "sources": [
-            {name: source[name] for name in ("name", "kind", "documents", "tokens", "supervised", "dropped", "ignored")}
+            {
+                name: source[name]
+                for name in ("name", "kind", "documents", "tokens", "supervised", "dropped", "left_out")
+            }
             for source in manifest["sources"]
         ],
         "lengths": {
@@ -107,21 +113,16 @@ def summary(packed: Packed) -> list[str]:
         dropped = dropped_words(source["dropped"])
         lines.append(
             f"  {source['name']}: {source['kind']}, {source['documents']:,} documents, {source['tokens']:,} tokens"
-            + (f"; left out: {dropped}" if dropped else "")
+            + (f"; documents left out: {dropped}" if dropped else "")
         )
-        if source["ignored"]:
-            names = ", ".join(source["ignored"][:3]) + (", …" if len(source["ignored"]) > 3 else "")
-            lines.append(f"    not read, of no known format: {len(source['ignored'])} files ({names})")
+        lines += [f"    {line}" for line in left_out_words(source["left_out"])]
+    if about["special_tokens"] == "parse":
+        lines.append("  special tokens that are written in documents are special (special_tokens: parse)")
     return lines
 
 
 def dropped_words(dropped: dict[str, int]) -> str:
-    words = {
-        "empty": "empty",
-        "too_short": "of fewer than 2 tokens",
-        "unsupervised": "without a supervised token",
-    }
-    return ", ".join(f"{count:,} {words[name]}" for name, count in dropped.items())
+    return ", ".join(f"{count:,} {DROPPED[name]}" for name, count in dropped.items())
 
 
 def plan_words(name: str, context: int, counts: Counts, long_documents: str) -> list[str]:

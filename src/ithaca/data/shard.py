@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..files import sha256_of
-from .folder import BLOCK, INDEX, token_dtype
+from .manifest import BLOCK, INDEX, token_dtype
 
 
 class ShardWriter:

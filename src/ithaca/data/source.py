@@ -1,4 +1,4 @@
-"""Sources: what a user points at, the files behind it, and the parts that workers read.
+"""Sources: what a user points at, and the parts of it that workers read.
 
 A source is a file, a folder, a glob, or a Hugging Face dataset. Its format is told by file names, what its records are
 by their columns:
@@ -8,7 +8,7 @@ by their columns:
     prompt, completion       only the completion is supervised
     input_ids [, labels]     token ids; labels of -100 are not supervised
 
-`columns` maps these names to those of the data: {"text": "body"}. A .txt file is one document. A .npy file is token
+`columns` maps these names to those of the data: {"text": "body"}. A text file is one document. A .npy file is token
 ids: an array of one dimension is one document, or as many as NAME.offsets.npy beside it says; of two dimensions, a
 document per row.
 
@@ -17,16 +17,15 @@ Nothing is guessed twice: formats or columns that allow two readings are refused
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from .stamps import Stamp
+
 FORMATS = ("auto", "jsonl", "parquet", "txt", "tokens", "datasets")
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "txt", ".npy": "tokens"}
 KINDS = {
     "text": ("text",),
     "chat": ("messages",),
@@ -67,21 +66,6 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Files:
-    """What a source turned out to be."""
-
-    format: str
-    paths: tuple[Path, ...]
-    ignored: tuple[str, ...] = ()  # names in a folder that are of no format
-
-    @property
-    def every(self) -> tuple[Path, ...]:
-        """All files the documents depend on: the offsets beside an array too."""
-        beside = [offsets_of(path) for path in self.paths] if self.format == "tokens" else []
-        return (*self.paths, *(path for path in beside if path.exists()))
-
-
-@dataclass(frozen=True)
 class Piece:
     """A file of a source, or a range of it."""
 
@@ -89,6 +73,7 @@ class Piece:
     start: int  # jsonl: bytes. parquet: row groups. datasets: rows. txt, tokens: 0
     stop: int
     size: int  # bytes, for the progress bar
+    stamp: Stamp | None = None  # of the file when it was found; None: a dataset
 
 
 @dataclass(frozen=True)
@@ -113,81 +98,6 @@ def is_dataset(source: Source) -> bool:
     path = Path(source.path).expanduser()
     saved = any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
     return source.format == "datasets" or (source.format == "auto" and (saved or source.path.startswith("hf:")))
-
-
-def find_files(source: Source) -> Files:
-    """The files of a source, sorted by name. Not for datasets."""
-    path = Path(source.path).expanduser()
-    ignored: list[str] = []
-    if path.is_dir():
-        inside = sorted(each for each in path.rglob("*") if each.is_file() and not _hidden(each, path))
-        found = [each for each in inside if _format(each, source.format) is not None]
-        taken = set(found)
-        ignored = [str(each.relative_to(path)) for each in inside if each not in taken and not _is_offsets(each)]
-        if not found:
-            known = ", ".join(_SUFFIXES) if source.format == "auto" else f"format {source.format}"
-            raise ValueError(
-                f"the folder {source.path} has no file to read ({known}) among {len(inside)} files; give the files as a glob, "
-                "or their format"
-            )
-    elif path.exists():
-        found = [path]
-    elif glob.has_magic(source.path):
-        found = sorted(Path(each) for each in glob.glob(str(path), recursive=True) if os.path.isfile(each))
-        found = [each for each in found if not _is_offsets(each)]
-        if not found:
-            raise ValueError(f"no file matches {source.path}; quote it in a shell, and check folder and suffix")
-    else:
-        raise ValueError(
-            f"{source.path} is not there{_neighbour(path)}; for a Hugging Face dataset write hf:{source.path}"
-        )
-    formats: dict[str, Path] = {}
-    for each in found:
-        if not os.access(each, os.R_OK):
-            raise ValueError(f"{each} cannot be read (permission denied); change its permissions or leave it out")
-        if each.stat().st_size == 0:
-            raise ValueError(f"{each} is empty (0 bytes); remove it, or check that it was written to the end")
-        form = _format(each, source.format)
-        if form is None:
-            raise ValueError(
-                f"{each}: the format cannot be told from the name; use one of {', '.join(_SUFFIXES)} (decompress .gz and "
-                ".zst first), or give the format"
-            )
-        formats.setdefault(form, each)
-    if len(formats) > 1:
-        examples = ", ".join(f"{form} ({each.name})" for form, each in formats.items())
-        raise ValueError(f"{source.path} holds files of several formats: {examples}; make each a source of its own")
-    return Files(next(iter(formats)), tuple(found), tuple(ignored))
-
-
-def _format(path: Path, asked: str) -> str | None:
-    if _is_offsets(path):
-        return None
-    form = _SUFFIXES.get(path.suffix.lower())
-    if asked == "auto" or form == asked:
-        return form
-    return asked if form is None else None  # asked for by name: other suffixes too, but not those of another format
-
-
-def offsets_of(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(".npy") + ".offsets.npy")
-
-
-def _is_offsets(path: Path) -> bool:
-    return path.name.endswith(".offsets.npy")
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
-
-
-def _neighbour(path: Path) -> str:
-    """A file beside it with a similar name."""
-    try:
-        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    except OSError:
-        beside = []
-    return did_you_mean(path.name, beside)
 
 
 def tell_kind(source: Source, columns: Iterable[str], where: str) -> str:

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import open_regular
+from ..model.config import read_settings
 from .folder import Packed
+
+LARGEST = 256 << 20  # bytes of a file of a tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class TokenizerParts:
     vocabulary: int
     chat_template: str | None
     special_tokens: dict[str, Any]  # what a chat template may refer to
+    special: dict[str, int]  # the text of every special token, and its id
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -41,6 +47,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ValueError(
             f"the tokenizer folder {folder} is not there; give the folder of a local checkpoint, with tokenizer.json in it"
         )
+    _check_files(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parts raise
@@ -52,6 +59,18 @@ def load_tokenizer(folder: str | Path) -> Any:
             "convert it, or tokenise yourself and pack the ids (docs/data.md)"
         )
     return tokenizer
+
+
+def _check_files(folder: Path) -> None:
+    """What transformers would read of a folder, and how much of it: pipes are waited for, and devices never end."""
+    for path in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
+        if path.suffix in (".json", ".jinja", ".txt", ".model"):
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size > LARGEST:
+                raise ValueError(f"{path} has {size:,} bytes, too many for a tokenizer; the limit is {LARGEST:,}")
+    if (folder / "config.json").exists():  # transformers asks it which tokenizer the model has
+        read_settings(folder / "config.json")
 
 
 def tokenizer_parts(tokenizer: Any, chat_template: str | None = None) -> TokenizerParts:
@@ -74,6 +93,7 @@ def tokenizer_parts(tokenizer: Any, chat_template: str | None = None) -> Tokeniz
         vocabulary=max(len(tokenizer), added + 1, max(tokenizer.get_vocab().values()) + 1),
         chat_template=template,
         special_tokens=dict(tokenizer.special_tokens_map),
+        special={each.content: number for number, each in backend.get_added_tokens_decoder().items() if each.special},
     )
 
 

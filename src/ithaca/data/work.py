@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..files import sha256_of
-from .encode import Encoder
-from .readers import Record, read_arrays, read_records, read_text
-from .render import around, columns_of, encode_text, given_tokens, render_text
+from ..files import sha256_in
+from .arrays import read_arrays
+from .readers import read_records, read_text
+from .record import Record
+from .render import Encoders, around, columns_of, encode_text, given_tokens, render_text
 from .shard import ShardWriter
 from .source import KINDS, Part, Piece, Source
+from .stamps import Stamp, open_steady
 from .tokenizer import TokenizerParts
 
 _BATCH = 1024  # short texts encoded together
@@ -35,26 +37,28 @@ class Job:
     parts: TokenizerParts | None
     vocabulary: int
     eos: bool
+    parse: bool  # special tokens in texts
 
 
 def start_worker(job: Job) -> Callable[[Any, Report], Any]:
-    """A function for tasks: (number, part) writes a shard, a path gives the SHA-256 of that file."""
-    encoder = None if job.parts is None else Encoder(job.parts)
+    """A function for tasks: (number, part) writes a shard, (path, stamp) gives the SHA-256 of that file."""
+    encoders = None if job.parts is None else Encoders(job.parts, parse=job.parse)
 
-    def handle(task: tuple[int, Part] | str, report: Report) -> Any:
-        if isinstance(task, str):
-            return sha256_of(Path(task))
-        number, part = task
-        with ShardWriter(Path(job.folder), number, job.vocabulary) as writer:
-            _PartWorker(job, part, encoder, writer, report).run()
+    def handle(task: tuple[int | str, Part | Stamp], report: Report) -> Any:
+        what, part = task
+        if isinstance(part, Stamp):
+            with open_steady(str(what), part) as file:
+                return sha256_in(file)
+        with ShardWriter(Path(job.folder), int(what), job.vocabulary) as writer:
+            _PartWorker(job, part, encoders, writer, report).run()
             return writer.close()
 
     return handle
 
 
 class _PartWorker:
-    def __init__(self, job: Job, part: Part, encoder: Encoder | None, writer: ShardWriter, report: Report):
-        self.job, self.part, self.encoder, self.writer, self._report = job, part, encoder, writer, report
+    def __init__(self, job: Job, part: Part, encoders: Encoders | None, writer: ShardWriter, report: Report):
+        self.job, self.part, self.encoders, self.writer, self._report = job, part, encoders, writer, report
         self.source, self.kind = job.sources[part.source], job.kinds[part.source]
         self._texts: list[tuple[str, Record]] = []
         self._characters = 0
@@ -88,21 +92,21 @@ class _PartWorker:
                 ids, seen = given_tokens(record.values, self.source)
                 self._finish_tokens(ids, seen)
         else:
-            assert self.encoder is not None
+            assert self.encoders is not None
             with self._placing(record):
-                text, spans = render_text(record.values, self.kind, self.source, self.encoder.parts)
+                text, spans, encoder = render_text(record.values, self.kind, self.source, self.encoders)
             if not text.strip():
                 self.writer.dropped["empty"] += 1
-            elif spans is None and len(text) <= self.encoder.window:
+            elif spans is None and len(text) <= encoder.window:
                 self._texts.append((text, record))
                 self._characters += len(text)
-                if len(self._texts) >= _BATCH or self._characters >= self.encoder.window:
+                if len(self._texts) >= _BATCH or self._characters >= encoder.window:
                     self._flush()
             else:
                 self._flush()  # documents keep their order
                 with self._placing(record):
                     _check_characters(text)
-                    for ids, seen in encode_text(text, spans, self.kind, self.encoder, self.job.eos):
+                    for ids, seen in encode_text(text, spans, self.kind, encoder, self.job.eos):
                         self.writer.add(ids, seen)
                     self.writer.end()
         self._tell(record.size)
@@ -126,36 +130,42 @@ class _PartWorker:
         """Encode the short texts that have come together: many at a time is faster."""
         if not self._texts:
             return
-        assert self.encoder is not None
-        before, after = around(self.encoder.parts, self.kind, self.job.eos)
+        assert self.encoders is not None
+        before, after = around(self.encoders.parts, self.kind, self.job.eos)
         try:
-            encoded = self.encoder.batch([text for text, _ in self._texts])
+            encoded = self.encoders.plain.batch([text for text, _ in self._texts])
         except (UnicodeEncodeError, TypeError):
             for text, record in self._texts:
                 with self._placing(record):
                     _check_characters(text)
             raise
-        for ids in encoded:
+        for ids, (_, record) in zip(encoded, self._texts, strict=True):
+            with self._placing(record):
+                self.encoders.plain.check(ids)
             self.writer.add(np.array(before + ids + after, np.int64), None)
             self.writer.end()
         self._texts, self._characters = [], 0
 
     def _text_file(self, piece: Piece) -> None:
         """A file as one document, never whole in memory."""
-        assert self.encoder is not None
+        assert self.encoders is not None
         blank = True
 
         def pieces():
             nonlocal blank
-            for text, size in read_text(piece.path):
+            for text, size in read_text(piece.path, piece.stamp):
                 blank = blank and not text.strip()
                 self._tell(size)
                 yield text
 
-        before, after = around(self.encoder.parts, self.kind, self.job.eos)
+        before, after = around(self.encoders.parts, self.kind, self.job.eos)
         self.writer.add(np.array(before, np.int64), None)
-        for ids, _ in self.encoder.stream(pieces()):
-            self.writer.add(ids, None)
+        try:
+            for ids, _ in self.encoders.plain.stream(pieces()):
+                self.writer.add(ids, None)
+        except ValueError as error:  # what reading finds has the file's name already
+            text = str(error)
+            raise ValueError(text if text.startswith(piece.path) else f"{piece.path}: {text}") from None
         if blank:
             self.writer.discard("empty")
         else:
@@ -163,7 +173,7 @@ class _PartWorker:
             self.writer.end()
 
     def _array_file(self, piece: Piece) -> None:
-        for pieces, number in read_arrays(piece.path):
+        for pieces, number in read_arrays(piece.path, piece.stamp):
             size = 0
             try:
                 for ids in pieces:

@@ -33,7 +33,7 @@ def evaluate_alone(opened: Opened, quiet: bool = False) -> int:
     rank = dist.get_rank() if dist.is_initialized() else 0
     config = opened.config
     hf = model_config(config.model, config.data.context)
-    run = load_model(opened, hf, device_of(config))
+    run, opened = load_model(opened, hf, device_of(config))
     suite = open_suite(config, hf, run.mesh.data.size)
     record = run_suite(run, suite, opened.step)
     assert record is not None  # nobody asks it to leave off
@@ -49,5 +49,5 @@ def evaluate_alone(opened: Opened, quiet: bool = False) -> int:
 def _report(opened: Opened, record: Path) -> str:
     if opened.run is None:
         return f"; as a page: ithaca report {record}"
-    page = write_report(opened.run / "report" / "index.html", run=opened.run)
+    page = write_report(run=opened.run)
     return f" and {page}"

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, load, missing
 from ..config.dump import as_yaml
+from ..model.config import read_settings
 from ..stack import require
-from ..storage.files import CheckpointError, latest, step_of
+from ..storage.files import CheckpointError, Gone, latest, step_of
 from ..train.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Opened:
     step: int
     results: Path  # where an evaluation is written
     run: Path | None  # the run folder, where there is one
+    named: bool = False  # whether this checkpoint was asked for, and not the newest
 
 
 def find_model(source: Path, overrides: Sequence[str] = (), out: Path | None = None) -> Opened:
@@ -63,7 +65,8 @@ def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
     results = out or run / "eval"
     step = step_of(checkpoint) or 0
     given = ["stack=auto", f"run.folder={results}", *_phase(load(run / "config.yaml").config, step)]
-    return Opened(load(run / "config.yaml", [*given, *overrides]).config, checkpoint, step, results, run)
+    config = load(run / "config.yaml", [*given, *overrides]).config
+    return Opened(config, checkpoint, step, results, run, checkpoint == source)
 
 
 def _phase(config: Config, step: int) -> list[str]:
@@ -90,15 +93,13 @@ def _newest(folder: Path) -> Path:
 
 def _native(folder: Path) -> int:
     """The length a model was made for."""
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from None
-    return int(settings.get("max_position_embeddings") or 4096)
+    return read_settings(folder / "config.json").get("max_position_embeddings") or 4096
 
 
-def load_model(opened: Opened, hf: Any, device: torch.device, length: int = 1) -> Run:
-    """Build and fill the model, as this rank, for texts of up to this length or those of its config. Collective."""
+def load_model(opened: Opened, hf: Any, device: torch.device, length: int = 1) -> tuple[Run, Opened]:
+    """Build and fill the model, as this rank, for texts of up to this length or those of its config. Collective.
+
+    -> the model, and what it is: a run that goes on may have pruned the checkpoint that was its newest when it was looked for."""
     import torch.distributed as dist
 
     from ..storage import checkpoint as checkpoints
@@ -109,6 +110,17 @@ def load_model(opened: Opened, hf: Any, device: torch.device, length: int = 1) -
     longest = max(config.data.context, *config.eval.lengths, length)
     stack = config.stack.chosen or simple_stack(longest, hf, world)
     run = prepared(config, hf, stack, device)
-    if opened.checkpoint is not None:
+    if opened.checkpoint is None:
+        return run, opened
+    try:
         checkpoints.load(opened.checkpoint, run, None)
-    return run
+    except Gone:
+        if opened.named or opened.run is None:
+            raise
+        folder, before = opened.checkpoint.parent, load(opened.run / "config.yaml").config
+        step = checkpoints.load(folder, run, None)["step"]
+        # of another phase it is another model: another context, other angles
+        if _phase(before, step) != _phase(before, opened.step):
+            raise
+        opened = replace(opened, checkpoint=folder / f"step-{step}", step=step)
+    return run, opened

@@ -29,7 +29,7 @@ def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
     """-> exit code"""
     config = opened.config
     tokenizer = load_tokenizer(tokenizer_folder(config))
-    prompt = prompt_ids(tokenizer, question, text)
+    prompt = prompt_ids(tokenizer, question, text, parse=config.data.special_tokens == "parse")
     hf = model_config(config.model, config.data.context)
     reach = getattr(hf, "max_position_embeddings", None)
     if reach is not None and len(prompt) + most > reach:
@@ -37,7 +37,7 @@ def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
             f"the prompt has {len(prompt):,} tokens, and with {most} new ones that is more than the {reach:,} positions this model "
             "was made for; ask about a shorter text, or extend the model (docs/extension.md)"
         )
-    run = load_model(opened, hf, device_of(config), length=len(prompt) + most)
+    run, _ = load_model(opened, hf, device_of(config), length=len(prompt) + most)
     begin = time.perf_counter()
     found = generate(
         run, prompt, most=most, stop=stops(tokenizer, getattr(run.decoder.model, "generation_config", None))

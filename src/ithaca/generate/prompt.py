@@ -5,27 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..data.render import Encoders
+from ..data.render import prompt_ids as ids_of
+from ..data.tokenizer import tokenizer_parts
+from ..files import read_text as read_limited
+
+LARGEST = 1 << 30  # bytes of a file to ask about
 PLAIN = "{text}\n\nQuestion: {question}\nAnswer:"
 
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_limited(path, LARGEST)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
 
 
-def prompt_ids(tokenizer: Any, question: str, text: str | None) -> list[int]:
-    """text: what the question is about; None = the question alone, as it stands where there is no chat template."""
-    asked = question if text is None else f"{text}\n\n{question}"
-    if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": asked}]
-        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+def prompt_ids(tokenizer: Any, question: str, text: str | None, *, parse: bool = False) -> list[int]:
+    """text: what the question is about; None = the question alone, as it stands where there is no chat template.
+
+    parse: `</s>` and its like in question and text are the special tokens. Otherwise they are text: what stands in a file cannot
+    end the user's turn, or begin another."""
+    encoders = Encoders(tokenizer_parts(tokenizer), parse=parse)
+    if text is None:
+        asked = question
+    elif encoders.parts.chat_template is None:
+        asked = PLAIN.format(text=text, question=question)
     else:
-        found = tokenizer(question if text is None else PLAIN.format(text=text, question=question))["input_ids"]
-    return [int(each) for each in found]
+        asked = f"{text}\n\n{question}"
+    return ids_of(asked, encoders)
 
 
 def stops(tokenizer: Any, generation: Any) -> set[int]:

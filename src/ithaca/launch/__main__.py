@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..config import load, split_overrides
 from .decision import start
 from .exits import CONFIG
+from .stop import StoppedEarly
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,6 +21,9 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError("usage: python -m ithaca.launch module:function CONFIG [--section.field VALUE ...]")
         function, path = words
         return start(load(path, overrides).config, function)
+    except StoppedEarly as stopped:
+        print(f"ithaca: {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except (ValueError, OSError) as error:
         print(f"ithaca: {error}", file=sys.stderr)
         return CONFIG

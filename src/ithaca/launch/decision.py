@@ -53,6 +53,7 @@ def start(
     *,
     timeout: float = 600.0,
     preload: Sequence[str] = ("torch.distributed",),
+    resumes: bool = True,
 ) -> int:
     """Call `function(config)`, which returns an exit code, in every process of the run; return the exit code of all.
 
@@ -61,12 +62,13 @@ def start(
     with, flags of Python included. timeout: seconds until all ranks must have found each other.
     preload: modules that every rank needs: workers are forks of one process that has imported them. That must start no thread and
     touch no GPU. Without any, each is a process of its own.
+    resumes: whether the same command goes on where a signal has stopped this one: then it ends with 75, else with 128 + N.
     """
     if TEMPLATE in os.environ:
         serve(preload)  # from here on a worker
     job = find_job(os.environ)
     if job is not None:
-        return _as_rank(config, function, job, timeout)
+        return _as_rank(config, function, job, timeout, resumes)
     command = [sys.executable, *sys.orig_argv[1:]] if command is None else list(command)
     if config.launch.nodes > 1:
         raise ValueError(_needs_a_job(config, command))
@@ -75,9 +77,8 @@ def start(
     require(violations(replace(config, launch=sized)), f"the configuration cannot be used on {plan.workers} devices")
     if plan.workers == 1:
         return _alone(config, function)
-    return supervise(
-        command, RunFolder(config.run.folder), config.launch, plan.workers, Template(command) if preload else None
-    )
+    template = Template(command) if preload else None
+    return supervise(command, RunFolder(config.run.folder), config.launch, plan.workers, template, resumes)
 
 
 def plan_workers(config: Config) -> Plan:
@@ -103,9 +104,6 @@ def _alone(config: Config, function: Function) -> int:
         with listen():
             pulse.begin(config.launch.timeouts, watch_self(RunFolder(config.run.folder)))
             return _load(function)(config)
-    except StoppedEarly as stopped:
-        say(str(stopped))
-        return exits.STOPPED
     except Exception as error:
         if isinstance(error, ValueError | OSError) or hasattr(error, "exit_code"):
             raise  # it says all there is to say: the command line prints it as it is
@@ -115,7 +113,7 @@ def _alone(config: Config, function: Function) -> int:
         pulse.stop()
 
 
-def _as_rank(config: Config, function: Function, job: Job, timeout: float) -> int:
+def _as_rank(config: Config, function: Function, job: Job, timeout: float, resumes: bool) -> int:
     if job.kind in ("local", "torchrun"):
         tie_to_launcher(os.environ)
         set_name(f"ithaca rank {job.rank}")
@@ -141,7 +139,10 @@ def _as_rank(config: Config, function: Function, job: Job, timeout: float) -> in
                 return code
     except BaseException as error:
         if stop.name is not None and stop.early:  # whatever else went wrong then, it did because ranks were leaving
-            code = exits.STOPPED
+            stopped = StoppedEarly(stop.name)
+            code = exits.STOPPED if job.kind == "local" or resumes else stopped.at_once
+            if job.kind != "local" and job.rank == 0:  # our launcher says it for all
+                say(stopped.words(resumes))
         else:
             failure, code = Failure.of(error, _log_traceback(config, job.rank, error)), exits.code_of(error)
             if not report(failure, os.environ):

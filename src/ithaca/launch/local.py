@@ -99,18 +99,19 @@ def watch(
     inherit: Sequence[int] = (),
     listening: bool = False,
     template: Template | None = None,
+    resumes: bool = True,
 ) -> Outcome:
     """One attempt: start, watch, end. Prints nothing about a failure, so that a caller may start another attempt.
 
     signals: those that have arrived, where the caller collects them. timeouts: when a rank hangs; stacks: folder for its stacks.
     inherit: open files that every worker gets too. listening: workers call `stop.listen`, and may start with signals blocked.
-    template: of this command, kept for the next attempt; its workers are listening.
+    template: of this command, kept for the next attempt; its workers are listening. resumes: workers save when asked to stop.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
         if signals is None:
             signals = opened.enter_context(catch_signals(PASSED_ON))
-        run = _Run(workers, grace, signals, timeouts, stacks, list(inherit), listening, template)
+        run = _Run(workers, grace, signals, timeouts, stacks, list(inherit), listening, template, resumes)
         opened.callback(run.kill)
         run.start(command, logs, os.environ if environ is None else environ)
         return run.watch()
@@ -126,6 +127,7 @@ class _Run:
     inherit: list[int]
     listening: bool
     template: Template | None
+    resumes: bool = True
     workers: list[Worker] = field(default_factory=list)
     streams: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     passed_on: int | None = None
@@ -302,7 +304,8 @@ class _Run:
             return False
         if self.passed_on is None:
             self.passed_on = self.signals[0]
-            say(f"{_name(self.passed_on)}: {self.world} workers save and stop; once more stops them at once")
+            do = "save and stop" if self.resumes else "stop"
+            say(f"{_name(self.passed_on)}: {self.world} workers {do}; once more stops them at once")
             for worker in self.workers:
                 worker.send(signal.SIGTERM if self.passed_on == signal.SIGHUP else self.passed_on)
         return len(self.signals) > 1

@@ -46,17 +46,41 @@ def batch_script(config: Config, program: Sequence[str], settings: Settings | No
 
 
 def _check(settings: Settings) -> None:
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", settings.time):
-        raise ValueError(f"--time {settings.time!r} is not a time that Slurm knows; use HH:MM:SS or D-HH:MM:SS")
-    if settings.warning < 60:
-        raise ValueError(f"--warning {settings.warning} is too short: Slurm itself may be 60 s late; use 120 or more")
-    words = {"account": settings.account, "partition": settings.partition, "mem": settings.memory}
-    for name, value in words.items():
-        if value is not None and not re.fullmatch(r"[\w.,:@+-]+", value):
-            raise ValueError(f"--{name} {value!r} has characters that a Slurm directive cannot hold")
+    seconds = _seconds(settings.time)
+    if not 60 <= settings.warning < 1 << 16:  # Slurm's own limit
+        raise ValueError(
+            f"--warning {settings.warning} must be from 60, as Slurm itself may be so late, to 65535 s; use 120 or more"
+        )
+    if 0 < seconds <= settings.warning:
+        raise ValueError(
+            f"--warning {settings.warning} s is all of --time {settings.time}, so nothing would be trained"
+        )
+    if settings.cpus is not None and not 1 <= settings.cpus <= 1 << 12:
+        raise ValueError(f"--cpus-per-task {settings.cpus} must be from 1 to 4096")
+    if not re.fullmatch(r"[0-9]{1,12}[KMGTkmgt]?", settings.memory):
+        raise ValueError(
+            f"--mem {settings.memory!r} is not a size that Slurm knows; use one such as 512G, or 0 for all of it"
+        )
+    for name, value in {"account": settings.account, "partition": settings.partition}.items():
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*", value):
+            raise ValueError(f"--{name} {value!r} is no name that a Slurm directive can hold")
     for line in settings.setup:
-        if "\n" in line:
-            raise ValueError("--setup takes one line of shell; give it several times")
+        if not line.strip() or not all(each.isprintable() or each == "\t" for each in line):
+            raise ValueError(f"--setup {line!r} must be one line of shell; give it several times")
+
+
+def _seconds(time: str) -> int:
+    """Of a time limit as Slurm writes it: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]. 0: none."""
+    found = re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?", time)
+    if found is None:
+        raise ValueError(f"--time {time!r} is not a time that Slurm knows; use HH:MM:SS or D-HH:MM:SS")
+    days, *parts = found.groups()
+    numbers = [int(each) for each in parts if each is not None]
+    if days is not None or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _header(config: Config, each: int, settings: Settings, made_by: str) -> list[str]:

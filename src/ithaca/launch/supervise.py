@@ -16,6 +16,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from signal import SIGTERM, Signals
 from typing import Any
 
 from ..config.schema import Launch
@@ -32,31 +34,35 @@ GRACE_SECONDS = 1.0  # between SIGTERM and SIGKILL of workers that miss one of t
 
 
 def supervise(
-    command: Sequence[str], folder: RunFolder, launch: Launch, workers: int, template: Template | None = None
-) -> int:
+    command: Sequence[str], folder: RunFolder, launch: Launch, workers: int, template: Template | None = None,
+    resumes: bool = True,
+) -> int:  # fmt: skip
     """Run `command` in `workers` processes until it is done, or has no more chance. -> exit code
 
-    template: of this command, if workers are to be forked from one.
+    template: of this command, if workers are to be forked from one. resumes: whether it goes on where a signal stops it.
     """
     policy = Policy(launch.restarts)
     with folder.claim() as lock, catch_signals(PASSED_ON) as signals, template or nullcontext():
         while True:
             outcome = watch(
                 command, workers=workers, logs=folder.logs, grace=GRACE_SECONDS, signals=signals, timeouts=launch.timeouts,
-                stacks=folder.stacks, inherit=[lock], listening=True, template=template,
+                stacks=folder.stacks, inherit=[lock], listening=True, template=template, resumes=resumes,
                 environ={**os.environ, ATTEMPT: str(policy.attempts)},
             )  # fmt: skip
+            if outcome.code == exits.STOPPED and not resumes:
+                by = signals[0] if signals else SIGTERM  # to a worker
+                outcome = replace(outcome, code=128 + by, cause=f"stopped by {Signals(by).name}")
             verdict = policy.after(outcome, asked=bool(signals))
             if outcome.cause is None or verdict is not None:
                 for text in filter(None, (outcome.cause, verdict)):
                     show(text)
-                _note_end(folder, outcome, policy)
+                _note_end(folder, outcome, policy, resumes)
                 return outcome.code
             start = step_of_newest(folder)
             show(
                 f"{outcome.cause}\n  restarting from step {start} (attempt {policy.attempts - 1} of {launch.restarts})"
             )
-            _note(folder, "restarting", cause=_line(outcome.cause), attempts=policy.attempts)
+            _note(folder, "restarting", resumes, cause=_line(outcome.cause), attempts=policy.attempts)
 
 
 class Policy:
@@ -89,25 +95,26 @@ def step_of_newest(folder: RunFolder) -> int:
     return 0 if newest is None else step_of(newest) or 0
 
 
-def _note_end(folder: RunFolder, outcome: Outcome, policy: Policy) -> None:
+def _note_end(folder: RunFolder, outcome: Outcome, policy: Policy, resumes: bool) -> None:
     """What the workers could not write down themselves, or not rightly: one that fails because another has calls that the cause."""
     if outcome.cause is not None:
-        _note(folder, "failed", cause=_line(outcome.cause), exit_code=outcome.code, attempts=policy.attempts)
+        _note(folder, "failed", resumes, cause=_line(outcome.cause), exit_code=outcome.code, attempts=policy.attempts)
     elif outcome.code == exits.STOPPED:
         before = folder.read_status() or {}
         if before.get("state") != "stopped":  # before the first step
             cause = before.get("cause") or "a signal"
-            _note(folder, "stopped", cause=cause, exit_code=exits.STOPPED, attempts=policy.attempts)
+            _note(folder, "stopped", resumes, cause=cause, exit_code=exits.STOPPED, attempts=policy.attempts)
 
 
-def _note(folder: RunFolder, state: str, **about: Any) -> None:
+def _note(folder: RunFolder, state: str, resumes: bool, **about: Any) -> None:
     try:
         before = folder.read_status() or {}
         kept = {name: before[name] for name in ("step", "steps", "checkpoint", "resume") if name in before}
         newest = latest(folder.checkpoints)
         if newest is not None:
             kept["checkpoint"] = f"{folder.checkpoints.name}/{newest.name}"
-        folder.write_status(state, **{"resume": f"ithaca train {folder.config}", **kept, **about})
+        resume = {"resume": f"ithaca train {folder.config}"} if resumes else {}
+        folder.write_status(state, **{**resume, **kept, **about})
     except (OSError, ValueError) as error:
         say(f"{folder.status} could not be written ({error})")
 

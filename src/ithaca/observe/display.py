@@ -62,7 +62,9 @@ class Display:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.ended("failed")
         if self._live is not None:
             self._live.stop()  # the last panel stays on the terminal
             self._live = None
@@ -81,9 +83,16 @@ class Display:
         """A line that is shown even when quiet. The logging handler calls it; others use logging."""
         self._print(text, "yellow")
 
-    def doing(self, what: str) -> None:
-        """What happens now, such as `step 12`, `saving` or `evaluating`: the panel counts its seconds."""
-        self._state = replace(self._state, doing=what, since=time.monotonic())
+    def doing(self, what: str, done: int | None = None) -> None:
+        """What happens now, such as `step 12`, `saving` or `evaluating`: the panel counts its seconds. done: steps so far, of which
+        not all are logged."""
+        done = self._state.done if done is None else done
+        self._state = replace(self._state, doing=what, since=time.monotonic(), done=done)
+
+    def ended(self, how: str, done: int | None = None) -> None:
+        """Nothing happens any more: `finished`, `stopped`, `failed`. The last panel says so, and no clock goes on."""
+        self.doing(how, done)
+        self._state = replace(self._state, since=0.0, due=None, typical=None, next_save=None)
 
     def step(
         self,

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import Log
+from ..files import open_regular
 from ..train.folder import RunFolder
 from .record import StepRecord, check_finite, utc_now
 from .trackers import Background, open_trackers
 
 logger = logging.getLogger(__name__)
 
+_LARGEST = 1 << 30  # bytes of a metrics.jsonl that is read
 _TAIL = 1 << 16  # bytes read at a time from the end, to find the last line end
 
 
@@ -113,7 +115,11 @@ class Metrics:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl that count, in the order of the file: the last of each step, and none that was cut off."""
     path = Path(path)
-    *whole, _cut_off = path.read_bytes().split(b"\n")
+    with open_regular(path) as file:
+        text = file.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"{path} has more than {_LARGEST:,} bytes, too many for the lines of a run")
+    *whole, _cut_off = text.split(b"\n")
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(whole, 1):
         line = _parse(text)
@@ -128,9 +134,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) and ("event" in line or "step" in line) else None
+    if not isinstance(line, dict):
+        return None
+    return line if isinstance(line.get("event"), str) or type(line.get("step")) is int else None
 
 
 def _open(path: Path) -> int:

@@ -34,7 +34,8 @@ class State:
     folder: str
     steps: int
     doing: str = "starting"
-    since: float = 0.0  # when it began to do so
+    since: float = 0.0  # when it began to do so; 0: it does nothing any more
+    done: int = 0  # steps, logged or not
     record: StepRecord | None = None
     typical: float | None = None  # seconds of a step
     due: float | None = None  # the moment the run will be done
@@ -62,7 +63,7 @@ class State:
         )
 
     def _step(self) -> int:
-        return 0 if self.record is None else self.record.step
+        return max(self.done, 0 if self.record is None else self.record.step)
 
     def _left(self, now: float) -> float | None:
         return None if self.due is None else max(0.0, self.due - now)
@@ -128,7 +129,8 @@ class State:
     def _short(self, now: float) -> str:
         if self.record is None:
             return f"{self.title}: {self.doing}"
-        return plain_line(self.record, self.steps, self._left(now), self.next_save)
+        line = plain_line(self.record, self.steps, self._left(now), self.next_save)
+        return line if self.done <= self.record.step else f"{self.doing}; {line}"
 
 
 def _table(groups: list[list[tuple[str, str]]], columns: int) -> Table:

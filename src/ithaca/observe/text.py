@@ -99,12 +99,14 @@ def headline(facts: Facts) -> str:
     """The first lines of a run: what will happen, on what, with which stack and kernel; then a line about each part."""
     where = f"{facts.devices} × {facts.device}" + (f" on {facts.nodes} nodes" if facts.nodes > 1 else "")
     steps = f"{facts.steps:,} steps"
-    if facts.done:
+    if facts.done >= facts.steps:
+        steps = f"all {facts.steps:,} steps done"
+    elif facts.done:
         steps = f"steps {facts.done + 1:,} to {facts.steps:,}"
     first = f"ithaca {__version__} trains {facts.model} at {format_tokens(facts.context)} tokens, {steps}, on {where}"
     trained = "all trained" if facts.trained == facts.parameters else f"{compact(facts.trained)} of them trained"
     rows = f"{facts.rows:,} row{'s' if facts.rows != 1 else ''} × {facts.context:,} tokens a step"
-    left = (facts.steps - facts.done) * facts.rows * facts.context
+    left = max(0, facts.steps - facts.done) * facts.rows * facts.context
     often = [
         "saves at the end" if facts.save_every is None else f"saves every {facts.save_every:,} steps and at the end"
     ]

@@ -23,6 +23,7 @@ from ..run import Run
 from ..stack import Stack
 from .dry_store import DryStore
 from .tracker import LiveBytes
+from .workspace import pinned
 
 RUN = 4  # layers of a block: the first and the last two, as the walk of memory.py
 
@@ -72,13 +73,25 @@ def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
     }
 
 
+def on_host(layer: nn.Module, optimizer_bytes: float) -> int:
+    """The same where they wait in host memory: weights and gradients are pinned."""
+    shards = [(local(each), each.requires_grad) for each in layer.parameters()]
+    return sum((2 if learns else 1) * pinned(each.nbytes) for each, learns in shards) + sum(
+        state_bytes(each, optimizer_bytes) for each, learns in shards if learns
+    )
+
+
 class LeftOut:
     """Holds fake tensors of the size of what the layers of a gap would hold."""
 
-    def __init__(self, run: Run, tracker: LiveBytes, gap: Gap, optimizer_bytes: float) -> None:
+    def __init__(self, run: Run, tracker: LiveBytes, gap: Gap, optimizer_bytes: float, offload: bool = False) -> None:
         self.run, self.tracker, self.gap = run, tracker, gap
         self.held: dict[str, Tensor] = {}
         self.layer = held_by(run.decoder.layers[0].module, optimizer_bytes)
+        self.away = 0  # bytes of its weights, states and gradients that are on the host
+        if offload:
+            self.away = gap.count * on_host(run.decoder.layers[0].module, optimizer_bytes)
+            self.layer = dict.fromkeys(self.layer, 0)
         self.outside = run.stack.store_of(gap.after) != "gpu"  # where its layers keep
         self.ends: list[int] = []  # live bytes, or bytes in the store, at the end of a layer
 
@@ -105,6 +118,7 @@ class LeftOut:
         if len(self.ends) < 2:
             return
         kept = self.ends[1] - self.ends[0]
+        self.ends.clear()  # for the next micro-batch
         if self.outside:
             self._outside(kept)
         else:
@@ -115,7 +129,8 @@ class LeftOut:
         if self.outside:
             self._outside(-kept)
         self.held.pop("kept", None)
-        self.hold("gradients", self.layer["gradients"])
+        if "gradients" not in self.held:
+            self.hold("gradients", self.layer["gradients"])
 
     def _outside(self, nbytes: int) -> None:
         assert isinstance(self.run.store, DryStore)

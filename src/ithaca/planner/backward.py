@@ -17,22 +17,25 @@ def backward(w: Walk, index: int) -> None:
     streamed, offloads = stack.engine_of(index) == "streamed", w.offloads(index)
     recompute = stack.recompute_of(index)
     last = index == m.layers - 1
+    w.kept = w.kept_below(index + 1)
+    above = (m.layers - 1 - index) * w.job.layer_trained
+    head = w.job.head_trained
+    here: Counter[str] = Counter({**w.left(above + head), **w.gathered()})
+    x = w.x
+    if last and w.fsdp:  # the head's gradient on its way to its shards
+        # copied once more; or its weights are still there, and those of the last layer
+        beside = head * FULL if w.shards == 1 else (head + m.layer_weights) * HALF
+        moving = {"fsdp": head * FULL + beside + FULL * head // w.shards}
+        w.moment("backward", moving, {"residual": 2 * x, "kept": w.flight.bytes})
     w.land()
-    above = (m.layers - 1 - index) * w.layer_trained
-    head = 0 if m.tied or w.job.lora else m.embedding_weights
-    size = FULL if stack.shard_parameters else HALF
-    here: Counter[str] = Counter({"gradients": (above + head) // w.shards * size, **w.gathered()})
-    if stack.shard_parameters:
-        here["fsdp"] += FULL * (head if last else w.layer_trained)
-        if (w.job.lora or index == 0) and not m.tied and w.shards > 1:
-            # not the layer below is there beside this one, but a table: the embedding, gathered ahead of its turn, or a frozen
-            # head, which has no backward after which it would be given back
-            here["fsdp"] += HALF * (m.embedding_weights - m.layer_weights)
+    if w.fsdp:
+        here["fsdp"] += FULL * (head if last else w.job.layer_trained)
+        if index == 0 and not m.tied and w.shards > 1:
+            # not a layer below is there beside this one, but the embedding, gathered ahead of its turn
+            here["fsdp"] += HALF * max(0, m.embedding_weights - m.layer_weights)
     if m.tied and not w.job.lora:
         here["gradients"] += HALF * m.embedding_weights  # of the head, until the embedding's joins it
     lses = sum(w.lse(stage) for stage in w.schedule)
-    w.kept = w.kept_below(index + 1)
-    x = w.x
     if streamed:
         here["residual"] += x if stack.far != "gpu" else 2 * x
         here["kept"] += lses if offloads else 0
@@ -50,7 +53,7 @@ def backward(w: Walk, index: int) -> None:
             here["kept"] += w.attended
         inputs = 0
     count = -(-w.tokens // w.tile)
-    trained = w.after_weights
+    trained = w.job.after_trained
     sums = trained * (FULL if count > 1 else HALF)
     before = trained * (0 if count == 1 else HALF if count == 2 else FULL)  # while the last tile is computed
     piece = 2 * w.rows * w.piece * m.heads * m.head_dim * HALF if streamed else 0
@@ -62,17 +65,21 @@ def backward(w: Walk, index: int) -> None:
     if streamed and w.holds:  # output, and its gradient but for the piece at hand
         waiting = (2 if beside else 1) * w.attended - piece // 2
     w.moment("backward", here, {"kept": inputs + piece + waiting, "tile": before + tile})
-    _attend(w, here, sums, inputs, streamed, beside, recompute)
+    _attend(w, index, here, sums, inputs, streamed, beside, recompute)
     # gradients of the layer on their way to their shards
-    layer = w.layer_trained
-    if stack.shard_parameters:
+    layer = w.job.layer_trained
+    if w.fsdp:
         total = {"fsdp": (FULL + HALF) * layer + FULL * layer // w.shards, "residual": x}
         w.moment("backward", {**w.gathered(), "gradients": here["gradients"]}, total)
+        w.moment("backward", here, w.arriving(m.hidden * m.intermediate, m.layer_weights))
 
 
-def _attend(w: Walk, here: Counter[str], sums: int, inputs: int, streamed: bool, beside: bool, recompute: str) -> None:
+def _attend(
+    w: Walk, index: int, here: Counter[str], sums: int, inputs: int, streamed: bool, beside: bool, recompute: str
+) -> None:
     m = w.m
     accumulator = w.x if streamed else 2 * w.x
+    adapted = w.job.adapters.keys() & {"q_proj", "k_proj", "v_proj"}
     qkv = 0 if w.job.lora else (m.heads + 2 * m.kv_heads) * m.head_dim * m.hidden
     wide = qkv * (FULL if len(w.schedule) > 1 else HALF)
     before = 0  # dq of the stage before, while it is on its way home
@@ -95,7 +102,9 @@ def _attend(w: Walk, here: Counter[str], sums: int, inputs: int, streamed: bool,
         if streamed and not beside:  # what was kept here of the stages that were
             done["kept"] -= w.attended - waiting
         shape = (w.rows, len(stage.queries[0]), w.tokens * w.ranks, m.head_dim)
-        inside = attention_workspace(w.job.kernel, "backward", shape, max(len(stage.kv[0]), 1))
+        inside = attention_workspace(
+            w.job.kernel_of(index), "backward", shape, max(len(stage.kv[0]), 1), w.job.processors
+        )
         inside //= 1 if w.stack.ring == 1 else 2  # a ring attends in halves
         grads = {"attention": mine + 2 * kv + adds, "workspace": inside, "exchange": before}
         if w.stack.ring > 1:
@@ -125,7 +134,14 @@ def _attend(w: Walk, here: Counter[str], sums: int, inputs: int, streamed: bool,
         heads = w.heads(stage, "all") + 2 * w.heads(stage, "fresh")
         each = token * heads * m.head_dim
         wider = 1 if w.ranks == 1 else 0
-        tile = (5 + wider) * token * m.hidden // 2 + ((5 if w.job.lora else 3) + wider) * each
+        tile = (5 + wider) * token * m.hidden // 2 + 3 * each
+        if w.job.lora:
+            q_tile = token * w.heads(stage, "all") * m.head_dim
+            scaled = q_tile if adapted else 0  # the gradient of q's adapter before its scale
+            normed = q_tile if m.traits.qk_norm else 0
+            tile = max(tile + scaled + normed, tile - 3 * each + 5 * scaled)
+        else:
+            tile += wider * each
         if graph and len(w.schedule) == 1:  # nothing is projected again: q's rotation is undone
             tile = 7 * q // 2 + w.x
             if w.heads(stage, "kv") > m.kv_heads:  # ranks that share KV heads: their gradients are added

@@ -30,7 +30,8 @@ def confirmed(
     at = max(1, found.context // step)
     while fails is None or fails - fits > 1:
         say(f"dry run at {format_tokens(at * step)}")
-        now = tried[at] = replace(found, context=at * step, memory=counted(at * step))
+        memory = replace(counted(at * step), snapshot=found.memory.snapshot)  # which a dry run does not see
+        now = tried[at] = replace(found, job=replace(found.job, context=at * step), memory=memory)
         if now.excess:
             fails = at
         else:

@@ -2,7 +2,8 @@
 
 The model is built, sharded and stepped by the same functions as in training, under torch's FakeTensorMode and on its fake process
 group; `LiveBytes` counts. Tensors are labelled "cpu", because FSDP2 asks a CUDA device for streams. Three parts cannot run so and
-are replaced by stand-ins that allocate alike: the attention kernel, the store (dry_store.py) and the fused loss.
+are replaced by stand-ins that allocate alike: the attention kernel, the store (dry_store.py) and the fused loss. Under FSDP2's CPU
+offload what lies on the host has the same label: its shards are not counted here, and their copies on the GPU are made by hand.
 
 Not seen: what the allocator holds beyond what is in use, the CUDA context, and the workspace of matrix products.
 """
@@ -19,20 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import parallelize
+from .. import fsdp, parallelize
 from .. import run as run_module
 from ..activations import loss as loss_module
 from ..activations.loss import LossTerms
 from ..attention.kernel import Calls
+from ..config.schema import Lora
 from ..model import norm
 from ..model.families import FAMILIES
 from ..run import Run
 from ..stack import PER_LAYER, Stack
-from .alike import LeftOut, chosen, local, state_bytes
+from .alike import LeftOut, chosen, local, on_host, state_bytes
 from .dry_store import DryGpuStore, DryStore
-from .job import Memory
+from .job import OPTIMIZERS, Job, Memory
 from .tracker import LiveBytes
 from .workspace import attention_workspace
 
@@ -53,14 +57,14 @@ class DryKernel:
 
     packed = True
 
-    def __init__(self, name: str) -> None:
-        self.name, self.calls = name, Calls()
+    def __init__(self, name: str, processors: int = 0) -> None:
+        self.name, self.processors, self.calls = name, processors, Calls()
 
     def problem(self, device: Any, dtype: Any, head_dim: int, windowed: bool) -> str | None:
         return None
 
     def workspace(self, direction: str, q: Tensor, k: Tensor) -> Tensor:
-        nbytes = attention_workspace(self.name, direction, tuple(q.shape), k.shape[1])
+        nbytes = attention_workspace(self.name, direction, tuple(q.shape), k.shape[1], self.processors)
         return q.new_empty(nbytes, dtype=torch.uint8)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -84,12 +88,30 @@ class Case:
     stack: Stack
     context: int
     world: int = 1
-    rows: int = 1
+    rows: int = 1  # of a micro-batch
     dtype: torch.dtype = torch.bfloat16
-    lora: Any = None  # a section of the config (config.schema.Lora)
+    lora: Lora | None = None
     kernel: str = "fa4"
-    optimizer_bytes: float = 8.0  # of AdamW's states, for each trained weight
+    windowed: str = ""  # the kernel of layers with a window, if that is another
+    optimizer: str = "adamw"
+    optimizer_bytes: float | None = None  # of its states, for each trained weight; None = as it takes
+    offload: bool = False  # train.offload_optimizer
+    accumulation: int = 1  # micro-batches of a step; of several, two are run
+    processors: int = 0  # as in Job
     documents: list[int] | None = None
+
+    @classmethod
+    def of(cls, job: Job, config: Any) -> Case:
+        """config: Hugging Face's, of the job's model."""
+        return cls(
+            config, job.stack, job.context, world=job.world, rows=job.batch, kernel=job.kernel, windowed=job.windowed,
+            lora=Lora(rank=job.lora, targets=job.targets) if job.lora else None, optimizer=job.optimizer,
+            offload=job.offload, accumulation=job.accumulation, processors=job.processors,
+        )  # fmt: skip
+
+    @property
+    def states(self) -> float:
+        return OPTIMIZERS[self.optimizer] if self.optimizer_bytes is None else self.optimizer_bytes
 
 
 def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> DryRun:
@@ -113,18 +135,24 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
     with ExitStack() as opened:
         opened.enter_context(fake_group(case.world))
         opened.enter_context(_fused())
+        if case.offload:
+            opened.enter_context(_arriving())
         fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(tracker.watching())
         run = _prepared(case, config, stack, tracker)
+        away = _put_away(run, tracker, case.states) if case.offload else 0
         for gap in gaps:
-            opened.enter_context(LeftOut(run, tracker, gap, case.optimizer_bytes).counted())
+            left = LeftOut(run, tracker, gap, case.states, case.offload)
+            away += left.away
+            opened.enter_context(left.counted())
         _step(case, run, fake, tracker)
         store = run.store
-    held = store.held_bytes if isinstance(store, DryStore) else 0
+    held = store.held if isinstance(store, DryStore) else {}
     return DryRun(
         {phase: dict(by) for phase, by in tracker.peaks.items()},
-        host=held if stack.far == "host" else 0,
-        disk=held if stack.far == "disk" else 0,
+        host=held.get("host", 0) + away,
+        disk=held.get("disk", 0),
+        offloaded=away,
         lines={phase: dict(by) for phase, by in tracker.lines.items()},
         layers=depth,
         executed=len(executed),
@@ -134,15 +162,18 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
 def _prepared(case: Case, config: Any, stack: Stack, tracker: LiveBytes) -> Run:
     model = _build(case, config)
     quiet = replace(stack, store="gpu", attention="cpu")
+    build_mesh = real(parallelize.build_mesh)
     with (
-        mock.patch.object(parallelize, "build_mesh", real(parallelize.build_mesh)),
+        mock.patch.object(parallelize, "build_mesh", lambda *given: replace(build_mesh(*given), offload=case.offload)),
+        mock.patch.object(fsdp, "CPUOffloadPolicy", lambda **_: CPUOffloadPolicy(pin_memory=False)),  # nothing to pin
         mock.patch.object(parallelize, "materialize", lambda *_: None),  # fake weights are where they belong
     ):
         run = parallelize.prepare(model, quiet, device=CPU, dtype=case.dtype)
     run.stack = stack
     run.near = DryGpuStore(CPU, tracker)
     run.store = run.near if stack.far == "gpu" else DryStore(CPU, stack.far)
-    run.kernels.chosen = {need: DryKernel(case.kernel) for need in run.kernels.chosen}  # pyright: ignore
+    kernels = {False: case.kernel, True: case.windowed or case.kernel}
+    run.kernels.chosen = {need: DryKernel(kernels[need.windowed], case.processors) for need in run.kernels.chosen}  # pyright: ignore
     del model
     for parameter in run.model.parameters():
         tracker.see(local(parameter), "parameters", line="the weights")
@@ -180,21 +211,22 @@ def _build(case: Case, config: Any) -> nn.Module:
 
 def _step(case: Case, run: Run, fake: FakeTensorMode, tracker: LiveBytes) -> None:
     """The second step of a run, when the optimizer's states are there."""
-    held = states(run.model, case.optimizer_bytes)
+    held = [] if case.offload else states(run.model, case.states)
     for each in held:
         tracker.see(each, "optimizer", line="the optimizer's states")
     batch = _batch(case, run, fake)
     for value in vars(batch).values():
         if isinstance(value, Tensor):
             tracker.see(value, "other")
-    tracker.begin("forward")
-    with loss_phase(run, tracker):
-        loss = run.loss(batch)
-    tracker.begin("backward")
-    loss.backward()
-    del loss
+    for _ in range(min(case.accumulation, 2)):  # from the second on, all gradients are there from the beginning
+        tracker.begin("forward")
+        with loss_phase(run, tracker):
+            loss = run.loss(batch)
+        tracker.begin("backward")
+        loss.backward()
+        del loss
     for parameter in run.model.parameters():
-        if parameter.grad is not None:
+        if parameter.grad is not None and not case.offload:
             tracker.see(local(parameter.grad), "gradients")
     tracker.begin("step")
     del held
@@ -204,6 +236,29 @@ def states(model: nn.Module, per_weight: float) -> list[Tensor]:
     """Stands for the optimizer's states."""
     trained = [local(p) for p in model.parameters() if p.requires_grad]
     return [torch.empty(state_bytes(p, per_weight), dtype=torch.uint8) for p in trained]
+
+
+def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float) -> int:
+    """FSDP2's CPU offload: shards, their states and, once reduced, their gradients are not on the GPU. -> their bytes"""
+
+    def gone(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.ignore(local(parameter.grad))
+
+    for parameter in run.model.parameters():
+        tracker.ignore(local(parameter))
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(gone)
+    tracker.begin("load")
+    return on_host(run.model, optimizer_bytes)
+
+
+@contextmanager
+def _arriving() -> Iterator[None]:
+    """A shard that is gathered comes to the GPU first, as it is, and is rounded there."""
+    rounded = _fsdp_param._to_dtype_if_needed
+    with mock.patch.object(_fsdp_param, "_to_dtype_if_needed", lambda shard, dtype: rounded(shard.clone(), dtype)):
+        yield
 
 
 def _batch(case: Case, run: Run, fake: FakeTensorMode) -> Any:

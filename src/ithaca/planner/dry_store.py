@@ -33,6 +33,23 @@ class DryStore(Store):
         self.kind = kind
         self.most = self._now = 0
         self._leaving: deque[_Entry] = deque()
+        self._brief: DryStore | None = None
+
+    @property
+    def brief(self) -> DryStore:
+        """Beside a disk, host memory."""
+        if self.kind != "disk":
+            return self
+        if self._brief is None:
+            self._brief = DryStore(self.device, "host")
+            self._brief._leaving = self._leaving
+        return self._brief
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The most that was held, by where."""
+        found = {self.kind: self.most}
+        return found if self._brief is None else {**found, "host": self._brief.most}
 
     @property
     def medium(self) -> str:

@@ -16,6 +16,7 @@ def forward(w: Walk, index: int) -> None:
     streamed = w.stack.engine_of(index) == "streamed"
     recompute, offloads = w.stack.recompute_of(index), w.offloads(index)
     here = {"residual": w.x, **w.gathered()}
+    w.moment("forward", here, w.arriving(w.m.hidden * w.m.intermediate, w.m.layer_weights))
     if index and offloads != w.offloads(index - 1):
         w.land()  # the store was told to let go
     if streamed and offloads:
@@ -85,5 +86,6 @@ def _project_tile(w: Walk, stage: Stage) -> dict[str, int]:
     chosen = 0
     if len(w.schedule) > 1:
         chosen = (w.heads(stage, "all") + 2 * w.heads(stage, "fresh")) * m.head_dim * m.hidden * HALF
-    adapters = 2 * q if w.job.lora else 0
-    return {"tile": t * m.hidden * HALF + max(4 * q, q + 4 * k) + chosen + adapters}
+    adapted = w.job.adapters
+    of_q, of_kv = (2 if "q_proj" in adapted else 0), (2 if adapted.keys() & {"k_proj", "v_proj"} else 0)
+    return {"tile": t * m.hidden * HALF + max((4 + of_q) * q, q + (4 + of_kv) * k) + chosen}

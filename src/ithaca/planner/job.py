@@ -1,16 +1,24 @@
-"""One training step as a plan sees it, and what it holds."""
+"""One training step as a plan sees it, and what it holds. `Job` is the one record of what was asked: every setting of a run that
+changes memory or time is a field of it, and a test walks the config to see that none is dropped."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
+from ..config.schema import LINEARS
 from ..stack import Stack
 from .model import ModelSizes
 
 HALF, FULL = 2, 4  # bytes of bf16 and fp32
+OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}  # bytes of states for each trained weight
 # Of the code, which cannot be imported here without torch; a test compares them.
 PROJECTION_TILES, TILES_PER_PIECE = 4, 8
 HOLD_BYTES, OVERLAP_BYTES, IN_FLIGHT, TABLE_BYTES = 2**30, 2**29, 2**30, 2**27
+LOSS_TILE = {
+    True: 2**29,
+    False: 2**27,
+}  # logits of a tile, where one kernel makes loss and gradient, and where it does not
 
 
 @dataclass(frozen=True)
@@ -21,10 +29,70 @@ class Job:
     stack: Stack
     context: int
     world: int = 1
-    rows: int = 1
+    rows: int = 1  # of an optimizer step, over all ranks and micro-batches
     kernel: str = "fa4"
-    optimizer_bytes: float = 8.0  # for each trained weight
-    lora: int = 0  # rank of adapters on all linear layers; 0 = all weights are trained
+    windowed: str = ""  # the kernel of layers with a window, if that is another
+    optimizer: str = "adamw"
+    lora: int = 0  # rank of adapters on `targets`; 0 = all weights are trained
+    targets: tuple[str, ...] = LINEARS
+    offload: bool = False  # weights, gradients and states wait in host memory (train.offload_optimizer)
+    accumulation: int = 1  # micro-batches of a step
+    asynchronous: bool = True  # checkpoints are copied to host memory and written from there
+    processors: int = 0  # of the GPU, where results must have the same bits each time; 0 = they need not
+
+    @property
+    def batch(self) -> int:
+        """Rows of a micro-batch."""
+        return max(1, self.rows // self.accumulation)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        return OPTIMIZERS[self.optimizer]
+
+    def kernel_of(self, layer: int) -> str:
+        return self.windowed or self.kernel if self.model.windows[layer] is not None else self.kernel
+
+    # -- what is trained ------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Weights of the adapter on each linear of a layer, and on lm_head, that has one."""
+        return _adapters(self.model, self.lora, self.targets) if self.lora else {}
+
+    @property
+    def after_trained(self) -> int:
+        """Trained weights of o_proj, MLP and their norms."""
+        m = self.model
+        if self.lora:
+            return sum(self.adapters.get(name, 0) for name in ("o_proj", "gate_proj", "up_proj", "down_proj"))
+        return m.heads * m.head_dim * m.hidden + m.mlp_weights + m.norm_weights
+
+    @property
+    def layer_trained(self) -> int:
+        if not self.lora:
+            return self.model.layer_weights
+        return sum(weights for name, weights in self.adapters.items() if name != "lm_head")
+
+    @property
+    def head_trained(self) -> int:
+        """Of a head that is not the embedding; with adapters of any."""
+        return self.adapters.get("lm_head", 0) if self.lora else 0 if self.model.tied else self.model.embedding_weights
+
+    @property
+    def trained(self) -> int:
+        m = self.model
+        if self.lora:
+            return m.layers * self.layer_trained + self.head_trained
+        return m.weights
+
+    @property
+    def frozen(self) -> int:
+        return self.model.weights if self.lora else 0
+
+
+@cache
+def _adapters(model: ModelSizes, rank: int, targets: tuple[str, ...]) -> dict[str, int]:
+    return {name: rank * sum(model.linears[name]) for name in model.named(targets)}
 
 
 @dataclass
@@ -32,6 +100,8 @@ class Memory:
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     host: int = 0
     disk: int = 0
+    offloaded: int = 0  # of what is on the host: weights, gradients and states
+    snapshot: int = 0  # copies in host memory that an asynchronous checkpoint is written from
 
     @property
     def peak(self) -> int:

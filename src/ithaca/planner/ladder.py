@@ -15,7 +15,7 @@ from typing import Any
 from ..config.sizes import format_bytes, format_tokens
 from ..stack import Stack
 from .categories import CATEGORIES
-from .hardware import parse_gpus
+from .hardware import Hardware, parse_gpus
 from .model import ModelSizes, read_sizes, sliced
 from .plan import Plan
 from .search import plan
@@ -83,23 +83,23 @@ class Ladder:
         return {
             "ladder": 1, "model": self.whole.json(), "hardware": first["hardware"],
             "context": first["context"], "layers": first["model"]["layers"],
+            "assumed": first["assumed"], "too_long": first["too_long"],
             "rungs": [rung.json() for rung in self.rungs],
             "sweeps": {name: [each.json() for each in points] for name, points in self.sweeps.items()},
         }  # fmt: skip
 
 
-def ladder(what: str, *, gpus: str, context: int | str, layers: int | None = None, **options: Any) -> Ladder:
+def ladder(what: str, *, gpus: str | Hardware, context: int | str, layers: int | None = None, **options: Any) -> Ladder:
     """The rungs at one context, and what heads_per_stage and tile trade at the top. layers: of a slice of the model."""
     whole = read_sizes(what)
     model = sliced(whole, layers)
-    count = parse_gpus(gpus).count
+    hardware = parse_gpus(gpus) if isinstance(gpus, str) else gpus
 
     def look(stack: Stack) -> Plan:
-        return plan(model, gpus=gpus, context=context, stack=stack, **options)
+        return plan(model, gpus=hardware, context=context, stack=stack, **options)
 
     rungs = [
-        Rung(name=name, adds=adds, plan=look(stack))
-        for name, adds, stack in _rungs(model, gpus, count, context, options)
+        Rung(name=name, adds=adds, plan=look(stack)) for name, adds, stack in _rungs(model, hardware, context, options)
     ]
     top = rungs[-1].plan.stack
     per_rank = -(-rungs[-1].plan.model.heads // top.ulysses)
@@ -113,15 +113,15 @@ def ladder(what: str, *, gpus: str, context: int | str, layers: int | None = Non
 
 
 def _rungs(
-    model: ModelSizes, gpus: str, count: int, context: Any, options: dict[str, Any]
+    model: ModelSizes, hardware: Hardware, context: Any, options: dict[str, Any]
 ) -> Iterator[tuple[str, str, Stack]]:
-    best = plan(model, gpus=gpus, context=context, advise=False, **options).stack
+    best = plan(model, gpus=hardware, context=context, advise=False, **options).stack
     # without context parallelism every GPU holds a row of its own
     stack = Stack(
         engine="composed", recompute="none", tile=None, shard_parameters=False, ulysses=best.ulysses, ring=best.ring
     )
     alone = replace(stack, ulysses=1, ring=1)
-    if count > 1:
+    if hardware.count > 1:
         yield "plain", "the model as it is, weights and states whole on every GPU", alone
         yield (
             "+FSDP",
@@ -142,7 +142,7 @@ def _rungs(
     )
     yield "+offload", "layer inputs wait in host memory", (stack := replace(stack, store="host"))
     yield "+tiling", "norms, MLP and loss by tiles: logits never exist whole", (stack := replace(stack, tile=4096))
-    if -(-plan(model, gpus=gpus, context=context, stack=stack, **options).model.heads // stack.ulysses) > 1:
+    if -(-plan(model, gpus=hardware, context=context, stack=stack, **options).model.heads // stack.ulysses) > 1:
         yield (
             "+Untied Ulysses",
             "attention over one head of a GPU at a time",
@@ -166,6 +166,8 @@ def describe(found: Ladder) -> list[str]:
         f"({format_bytes(first.budget)} each){layers}, {how}"
     ]
     lines += _measured(found, gpu=device != "CPU") if measured else _predicted(found)
+    lines += [f"  assumed {each}" for each in first.assumed]
+    lines += [f"  rotary  {first.too_long}"] if first.too_long else []
     for name, points in found.sweeps.items():
         lines += [f"  {name} at the top", *_sweep(points)]
     return lines

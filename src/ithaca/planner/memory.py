@@ -11,7 +11,7 @@ from collections import Counter, deque
 
 from .backward import backward
 from .forward import forward
-from .job import FULL, HALF, IN_FLIGHT, TABLE_BYTES, Job, Memory
+from .job import FULL, HALF, IN_FLIGHT, LOSS_TILE, TABLE_BYTES, Job, Memory
 from .sizes import Sizes
 
 
@@ -44,68 +44,77 @@ class Walk(Sizes):
 
     def run(self) -> Memory:
         m, job = self.m, self.job
-        master = FULL if self.stack.shard_parameters else HALF
-        frozen = (m.weights if job.lora else 0) // self.shards * HALF
+        weights = job.frozen // self.shards * HALF + job.trained // self.shards * self.wide
+        grads = job.trained // self.shards * self.wide
         self.base = Counter(
-            parameters=frozen + self.trained // self.shards * master,
-            # AdamW's averages are of the weights' type
-            optimizer=int(self.trained // self.shards * min(job.optimizer_bytes, 2 * master)),
+            parameters=self.here * weights,
+            optimizer=self.here * self.states,
             other=3 * 8 * self.bs,
         )
         self.base["tile"] = self.rotary if self.rotary <= TABLE_BYTES else 0
-        if m.tied and self.stack.shard_parameters:
+        if m.tied and self.fsdp:
             self.base["fsdp"] += m.embedding_weights * HALF
         self.moment("load")
+        if job.accumulation > 1:
+            self.base["gradients"] = self.here * grads  # of the micro-batch before
+        self.moment("forward", self.arriving(m.embedding_weights, m.embedding_weights))
         for index in self.walked():
             forward(self, index)
         self.loss()
         for index in reversed(self.walked()):
             backward(self, index)
         self.embedding()
-        grads = self.trained // self.shards * master
         self.kept = 0
-        self.moment("step", {"gradients": grads, "fsdp": -self.base["fsdp"], "tile": -self.base["tile"]})
-        total = self.stored()
+        self.moment("step", self.left(job.trained), {"fsdp": -self.base["fsdp"], "tile": -self.base["tile"]})
+        stored, offloaded = self.stored(), 0 if self.here else self.offloaded
         return Memory(
             {phase: dict(by) for phase, by in self.found.items()},
-            host=total if self.stack.far == "host" else 0,
-            disk=total if self.stack.far == "disk" else 0,
+            host=stored["host"] + offloaded,
+            disk=stored["disk"],
+            offloaded=offloaded,
+            snapshot=grads + self.states if job.asynchronous else 0,
         )
 
     def loss(self) -> None:
         m = self.m
         self.kept = self.kept_below(m.layers)
         head = m.embedding_weights
-        limit = max(256, 2**29 // (self.rows * m.vocabulary))
+        limit = max(256, LOSS_TILE[not m.capped] // (self.rows * m.vocabulary))
         tile = self.tokens if self.stack.tile is None else min(self.stack.tile, limit, self.tokens)
         trained = 0 if self.job.lora else head
         gathered = 0
-        if self.stack.shard_parameters and not m.tied:
+        if self.fsdp and not m.tied:
             gathered = head * HALF * (2 if self.shards > 1 else 1)
-        each = self.rows * HALF * (m.vocabulary + 3 * m.hidden)  # logits of a token, and its three vectors
+        elif self.fsdp and self.shards > 1:  # of the last layer: nothing is gathered after it
+            gathered = m.layer_weights * HALF
+        copies = 3 if "lm_head" in self.job.adapters else 1  # an adapter's logits, scaled, beside those of the base
+        vectors = 3 if m.fused_norms else 11  # of a token, beside its logits; the final norm has four of them in fp32
+        each = self.rows * HALF * (copies * m.vocabulary + vectors * m.hidden)
         # the second tile's gradient joins the first's in fp32; it may be a short one
         moments = [tile * each + trained * HALF]
         if tile < self.tokens:
             moments.append(min(tile, self.tokens - tile) * each + trained * (2 * HALF + FULL))
-        self.moment(
-            "loss",
-            {"residual": 2 * self.x, "fsdp": gathered, "kept": self.flight.bytes},
-            {"loss": max(moments)},
-        )
+        if (
+            m.capped
+        ):  # no kernel makes loss and gradient in place: the cap's tanh, log-probabilities and two gradients in fp32
+            before = trained * FULL if tile < self.tokens else 0
+            moments.append(tile * self.rows * HALF * ((6 + copies) * m.vocabulary + vectors * m.hidden) + before)
+        here = {"residual": 2 * self.x, "kept": self.flight.bytes}
+        self.moment("loss", here, self.arriving(head, head))
+        self.moment("loss", here, {"fsdp": gathered, "loss": max(moments)})
 
     def embedding(self) -> None:
         """The end of backward: the embedding's gradient, with all others there."""
         if self.job.lora:
             return
         m, table = self.m, self.m.embedding_weights
-        size = FULL if self.stack.shard_parameters else HALF
-        grads = (self.trained - table) // self.shards * size
         moving = 0
-        if self.stack.shard_parameters:
+        if self.fsdp:
             whole = 0 if m.tied or self.shards > 1 else HALF * table  # with one shard it stays gathered
             moving = FULL * table + FULL * table // self.shards + whole
         self.kept = 0
-        self.moment("backward", {"residual": self.x, "gradients": grads + HALF * table, "fsdp": moving})
+        grads = self.left(self.job.trained - table)
+        self.moment("backward", grads, {"residual": self.x, "gradients": HALF * table, "fsdp": moving})
 
 
 class Flight:

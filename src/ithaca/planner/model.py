@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..model.config import read_settings
 from ..model.families import FAMILIES, Family
+
+# of model/norm.py; a test compares
+FUSED_NORMS = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Olmo2")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class ModelSizes:
     experts: int = 0  # 0 = a dense MLP
     active_experts: int = 0
     longest: int | None = None  # positions the model was made for
+    capped: bool = False  # the final logits have a soft cap, which the fused loss does not know
 
     @property
     def traits(self) -> Family:
@@ -44,14 +49,19 @@ class ModelSizes:
         return each if not self.experts else each * self.experts + self.hidden * self.experts
 
     @property
+    def norms(self) -> int:
+        """Of whole vectors, in a layer."""
+        t = self.traits
+        return sum(name is not None for name in (t.before_attention, t.after_attention, t.before_mlp, t.after_mlp))
+
+    @property
+    def fused_norms(self) -> bool:
+        """Whether torch's fused RMSNorm computes them; others keep what they have in fp32."""
+        return self.traits.model_class.removesuffix("ForCausalLM") in FUSED_NORMS
+
+    @property
     def norm_weights(self) -> int:
-        norms = (
-            self.traits.before_attention,
-            self.traits.after_attention,
-            self.traits.before_mlp,
-            self.traits.after_mlp,
-        )
-        own = sum(name is not None for name in norms) * self.hidden
+        own = self.norms * self.hidden
         if self.traits.qk_norm == "head":
             own += 2 * self.head_dim
         elif self.traits.qk_norm == "whole":
@@ -65,6 +75,50 @@ class ModelSizes:
     @property
     def embedding_weights(self) -> int:
         return self.vocabulary * self.hidden
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the linears of a layer, and of the head."""
+        hidden, wide, q, kv = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
+            "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
+            "lm_head": (self.vocabulary, hidden),
+        }  # fmt: skip
+
+    @property
+    def layer_tensors(self) -> list[tuple[int, int]]:
+        """Rows and columns of the parameters of a layer; norms and biases as one."""
+        linears = {name: shape for name, shape in self.linears.items() if name != "lm_head"}
+        if self.experts:  # gate and up of all experts are one tensor, and down is another
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                del linears[name]
+            wide = self.experts * self.intermediate
+            return [*linears.values(), (2 * wide, self.hidden), (wide, self.hidden), (self.norm_weights + self.bias, 1)]
+        return [*linears.values(), (self.norm_weights + self.bias, 1)]
+
+    def named(self, targets: tuple[str, ...]) -> list[str]:
+        """The linears that PEFT gives an adapter: those whose name is a target or ends with one. A target that names single
+        layers counts for all of them."""
+        where = {
+            name: f".model.layers.*.{'mlp' if name in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'}.{name}"
+            for name in self.linears
+        }
+        where["lm_head"] = ".lm_head"
+        hits = {
+            target: [
+                name
+                for name, full in where.items()
+                if full.endswith("." + re.sub(r"layers\.\d+\.", "layers.*.", target))
+            ]
+            for target in targets
+        }
+        if unknown := [target for target, names in hits.items() if not names]:
+            raise ValueError(
+                f"{self.name} has no linear layer called {', '.join(unknown)} for an adapter; lora targets are among "
+                f"{', '.join(self.linears)}"
+            )
+        return [name for name in self.linears if any(name in names for names in hits.values())]
 
     @property
     def weights(self) -> int:
@@ -121,17 +175,11 @@ def read_sizes(what: str) -> ModelSizes:
         return sizes_of(PRESETS[what], what)
     path = Path(what)
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():  # what is there and no file is refused when it is read
         raise ValueError(
             f"{what} is no folder with a config.json, and no preset; presets: {', '.join(PRESETS)} (nothing is downloaded)"
         )
-    try:
-        config = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a model's config: it holds a {type(config).__name__}")
-    return sizes_of(config, path.parent.name or str(path))
+    return sizes_of(read_settings(path), path.parent.name or str(path))
 
 
 def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
@@ -141,6 +189,14 @@ def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
     if layers < 1:
         raise ValueError(f"layers={layers} must be at least 1; the model has {sizes.layers}")
     return replace(sizes, layers=layers, windows=sizes.windows[:layers])
+
+
+def extension(context: int, longest: int) -> str:
+    """What trains a model beyond the positions it was made for."""
+    return (
+        f"--model.rope.rope_type yarn --model.rope.factor {-(-context // longest)} "
+        f"--model.rope.original_max_position_embeddings {longest}, or a larger --model.rope.rope_theta"
+    )
 
 
 def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
@@ -177,6 +233,7 @@ def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
         experts=sparse,
         active_experts=config.get("num_experts_per_tok") or 0 if sparse else 0,
         longest=config.get("max_position_embeddings"),
+        capped=family.logit_cap and bool(config.get("final_logit_softcapping")),
     )
 
 

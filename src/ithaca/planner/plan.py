@@ -8,9 +8,9 @@ from typing import Any
 from ..config.sizes import format_bytes
 from ..stack import Stack
 from .hardware import Hardware
-from .job import Memory
-from .model import ModelSizes
-from .speed import Speed
+from .job import Job, Memory
+from .model import ModelSizes, extension
+from .speed import HOST_RATE, Speed
 
 CONTEXT = 1.2e9  # bytes of the CUDA context and of NCCL's buffers
 WORKSPACE = 0.1e9  # of matrix products
@@ -20,19 +20,30 @@ HOST_SHARE = 0.85  # of a machine's memory that may be pinned
 
 @dataclass
 class Plan:
-    model: ModelSizes
+    job: Job  # what was asked
     hardware: Hardware
-    context: int
-    rows: int
-    stack: Stack
     memory: Memory
     speed: Speed
     fits: bool
-    optimizer: str = "adamw"
-    lora: int = 0
     reasons: list[tuple[str, Any, str]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     around: bool = True  # count what surrounds tensors on a GPU; CPU tensors have nothing around them
+
+    @property
+    def model(self) -> ModelSizes:
+        return self.job.model
+
+    @property
+    def stack(self) -> Stack:
+        return self.job.stack
+
+    @property
+    def context(self) -> int:
+        return self.job.context
+
+    @property
+    def rows(self) -> int:
+        return self.job.rows
 
     @property
     def budget(self) -> int:
@@ -62,15 +73,63 @@ class Plan:
         return self.memory.peak + (int(WORKSPACE) if self.around else 0)
 
     @property
+    def host(self) -> int:
+        """Bytes of a machine's memory: the store, what is offloaded, and copies for a checkpoint that is being written."""
+        return (self.memory.host + self.memory.snapshot) * self.hardware.ranks_per_node
+
+    @property
+    def disk(self) -> int:
+        """Bytes of a machine's scratch space."""
+        return self.memory.disk * self.hardware.ranks_per_node
+
+    @property
     def shares(self) -> dict[str, float]:
         """What the plan takes of each budget there is: more than 1 does not fit."""
-        ranks = self.hardware.ranks_per_node
         found = {"GPU memory": self.peak / self.budget}
-        if self.hardware.host:
-            found["host memory"] = self.memory.host * ranks / (HOST_SHARE * self.hardware.host)
-        if self.hardware.disk:
-            found["disk"] = self.memory.disk * ranks / self.hardware.disk
+        if self.hardware.host is not None:
+            found["host memory"] = _share(self.host, HOST_SHARE * self.hardware.host)
+        if self.hardware.disk is not None:
+            found["disk"] = _share(self.disk, self.hardware.disk)
         return found
+
+    @property
+    def misplaced(self) -> float:
+        """Bytes of a rank for which the host or the disk has no room."""
+        host, disk, ranks = self.hardware.host, self.hardware.disk, self.hardware.ranks_per_node
+        short = 0.0 if host is None else max(0.0, self.host - HOST_SHARE * host)
+        return (short + (0.0 if disk is None else max(0, self.disk - disk))) / ranks
+
+    @property
+    def assumed(self) -> list[str]:
+        """What the answer rests on that nobody has said, or measured."""
+        job, hardware = self.job, self.hardware
+        found = []
+        if "host" in hardware.assumed:
+            found.append(
+                f"{format_bytes(hardware.host or 0)} of host memory a machine, as usual with {hardware.gpu.name} (--host)"
+            )
+        if "disk" in hardware.assumed:
+            found.append(f"{format_bytes(hardware.disk or 0)} of scratch space a machine (--disk)")
+        if hardware.gpu.probed is None and "fa4" in {job.kernel_of(layer) for layer in range(job.model.layers)}:
+            found.append("FlashAttention-4 is installed (otherwise --kernel cudnn)")
+        if job.offload:
+            found.append(f"AdamW on the host at {format_bytes(HOST_RATE)} a second a machine, all its ranks together")
+        if job.processors:
+            found.append("deterministic kernels are as fast as others, which they are not")
+        if any("layers." in target for target in job.targets) and job.lora:
+            found.append("adapters in every layer, though lora targets name some of them")
+        return found
+
+    @property
+    def too_long(self) -> str | None:
+        """What a run needs for a context that the model was not made for."""
+        longest = self.model.longest
+        if longest is None or self.context <= longest:
+            return None
+        return (
+            f"{self.model.name} was made for {longest:,} positions: a run at {self.context:,} needs "
+            f"{extension(self.context, longest)}"
+        )
 
     @property
     def excess(self) -> float:
@@ -79,13 +138,16 @@ class Plan:
     @property
     def shortages(self) -> list[str]:
         """What does not fit, in words."""
-        ranks, host, disk = self.hardware.ranks_per_node, self.hardware.host or 0, self.hardware.disk or 0
         words = {
             "GPU memory": lambda: f"{format_bytes(self.peak)} of {format_bytes(self.budget)}",
             "host memory": lambda: (
-                f"{format_bytes(self.memory.host * ranks)} pinned a machine, of {format_bytes(host)} at most {HOST_SHARE:.0%}"
+                f"{format_bytes(self.host)} a machine, of {'an assumed ' * ('host' in self.hardware.assumed)}"
+                f"{format_bytes(self.hardware.host or 0)} at most {HOST_SHARE:.0%}"
             ),
-            "disk": lambda: f"{format_bytes(self.memory.disk * ranks)} a machine of {format_bytes(disk)}",
+            "disk": lambda: (
+                f"{format_bytes(self.disk)} a machine of {'an assumed ' * ('disk' in self.hardware.assumed)}"
+                f"{format_bytes(self.hardware.disk or 0)}"
+            ),
         }
         return [f"{name} ({words[name]()})" for name, share in self.shares.items() if share > 1]
 
@@ -98,11 +160,14 @@ class Plan:
                 "gpus": self.hardware.count, "gpu": gpu.name, "gpu_memory": gpu.memory,
                 "host_memory": self.hardware.host, "disk": self.hardware.disk,
             },
-            "context": self.context, "rows": self.rows, "optimizer": self.optimizer, "lora": self.lora,
-            "stack": asdict(self.stack),
+            "context": self.context, "rows": self.rows, "accumulation": self.job.accumulation,
+            "optimizer": self.job.optimizer, "offload_optimizer": self.job.offload, "lora": self.job.lora,
+            "lora_targets": list(self.job.targets) if self.job.lora else [], "stack": asdict(self.stack),
+            "assumed": self.assumed, "too_long": self.too_long,
             "fits": self.fits, "budget": self.budget, "spare": self.budget - self.peak,
             "phases": self.phases, "peak": self.peak, "peak_phase": self.memory.peak_phase,
             "allocated": self.allocated, "host": self.memory.host, "disk": self.memory.disk,
+            "snapshot": self.memory.snapshot,
             "time": {
                 "step": self.speed.seconds, "tokens_per_second": self.speed.tokens_per_second,
                 "parts": self.speed.parts, "bound_by": self.speed.bound_by,
@@ -110,3 +175,7 @@ class Plan:
             "reasons": [{"field": name, "value": value, "why": why} for name, value, why in self.reasons],
             "advice": self.advice,
         }  # fmt: skip
+
+
+def _share(need: float, room: float) -> float:
+    return need / room if room else float("inf") if need else 0.0

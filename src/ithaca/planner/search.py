@@ -15,11 +15,12 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any
 
+from ..config.schema import LINEARS
 from ..config.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
-from ..stack import PER_LAYER, Stack, require
+from ..stack import Stack, require
 from .candidates import candidates
-from .hardware import Hardware, parse_gpus
-from .job import HALF, Job
+from .hardware import Hardware, kernels_for, parse_gpus
+from .job import HALF, OPTIMIZERS, Job
 from .memory import predict
 from .model import ModelSizes, read_sizes
 from .plan import HOST_SHARE, Plan
@@ -28,7 +29,6 @@ from .speed import Speed, estimate
 NEARLY = 1.25  # where the last candidate is so much too large, none fits
 LEANER = 1.02  # the leanest of a family that was looked for needs at most so much more than the leanest there is
 CONTEXT_STEP = 2**16  # tokens: the longest context is found to this
-OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}
 
 
 def plan(
@@ -40,7 +40,12 @@ def plan(
     host: int | str | None = None,
     disk: int | str | None = None,
     optimizer: str = "adamw",
+    offload_optimizer: bool = False,
     lora: int = 0,
+    lora_targets: tuple[str, ...] = LINEARS,
+    accumulation: int = 1,
+    asynchronous: bool = True,
+    deterministic: bool = False,
     kernel: str | None = None,
     stack: Stack | None = None,
     advise: bool = True,
@@ -50,37 +55,45 @@ def plan(
     """The fastest stack that fits.
 
     model: a preset's name, a folder with config.json, or its sizes. gpus: "8xH100-80GB". host, disk: memory and scratch space of
-    one machine. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit:
+    one machine; not given, what is usual is assumed and said (`Plan.assumed`), and no disk is used unless the stack asks for one.
+    rows: of an optimizer step, over all GPUs and `accumulation` micro-batches. optimizer, offload_optimizer, lora (the rank),
+    lora_targets, asynchronous (checkpoints), deterministic: as in a run's config. kernel: attention kernel; None = the engine's
+    choice. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit:
     whether something fits, not the fastest. pinned: fields of Stack that must stay as given.
     """
     sizes = read_sizes(model) if isinstance(model, str) else model
     hardware = parse_gpus(gpus) if isinstance(gpus, str) else gpus
     tokens = parse_tokens(context) if isinstance(context, str) else context
-    if tokens < 2:
-        raise ValueError(f"context={tokens} must be at least 2 tokens")
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    unknown = [name for name in pinned if name not in {each.name for each in fields(Stack)}]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no such field of Stack")
-    given = stack or Stack(**{name: value for name, value in pinned.items() if name in PER_LAYER})
-    require(given.layer_violations(sizes.layers), f"no plan for {sizes.name}")
+    given = stack or Stack(**_known(pinned))
+    problems = [*given.layer_violations(sizes.layers), *_violations(tokens, rows, accumulation, optimizer, lora)]
+    if offload_optimizer and not given.shard_parameters:
+        problems.append(
+            "offload_optimizer moves shards to the host, but shard_parameters=False keeps weights whole on the GPU"
+        )
+    require(problems, f"no plan for {sizes.name}")
     hardware = replace(
         hardware,
         host=parse_bytes(host) if isinstance(host, str) else host if host is not None else hardware.host,
         disk=parse_bytes(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
-    )
-    asked = _Asked(
-        sizes, hardware, tokens, rows, optimizer, lora, kernel or hardware.gpu.kernel, may_mix="store" not in pinned
-    )
+    ).completed(disk=given.far == "disk")
+    if given.attention not in ("auto", *(hardware.gpu.probed or ())):
+        kernel = given.attention  # the stack's word, as in a run
+    whole, windowed = kernels_for(sizes, hardware.gpu, kernel)
+    job = Job(
+        sizes, given, tokens, hardware.count, rows, whole, windowed, optimizer=optimizer, lora=lora,
+        targets=tuple(lora_targets), offload=offload_optimizer, accumulation=accumulation, asynchronous=asynchronous,
+        processors=hardware.gpu.processors if deterministic else 0,
+    )  # fmt: skip
+    _ = job.trained  # a target that the model does not have is refused here
+    asked = _Asked(job, hardware, may_mix="store" not in pinned)
     if stack is not None:
         return asked.look(stack)
-    stacks = list(candidates(sizes, hardware, tokens, rows, pinned))
+    stacks = list(candidates(sizes, hardware, tokens, job.batch, pinned))
     if not stacks:
         given = ", ".join(f"{name}={value}" for name, value in pinned.items())
         raise ValueError(
-            f"no stack is possible for {hardware.count} GPUs and rows={rows}{' with ' + given if given else ''}; free a field, or "
-            "use another number of GPUs or rows"
+            f"no stack is possible for {hardware.count} GPUs and rows={job.batch}{' with ' + given if given else ''}; free a "
+            "field, or use another number of GPUs or rows"
         )
     if only_fit and (lean := asked.fit(stacks[-1])).fits:
         return lean
@@ -92,8 +105,19 @@ def plan(
     if not best.fits and advise:
         best = asked.nearest(best, stacks)
         best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
-    best.reasons = _reasons(asked, best, pinned)
+    best.reasons = _reasons(asked, best, pinned, kernel)
     return best
+
+
+def again(job: Job, hardware: Hardware, **changes: Any) -> Plan:
+    """Another plan of what was asked before, with the same kernels. changes: of the arguments of `plan`."""
+    same = replace(hardware, gpu=replace(hardware.gpu, probed=(job.kernel, job.windowed)))
+    asked = dict(
+        gpus=same, context=job.context, rows=job.rows, optimizer=job.optimizer, lora=job.lora,
+        offload_optimizer=job.offload, lora_targets=job.targets, accumulation=job.accumulation, asynchronous=job.asynchronous,
+        deterministic=bool(job.processors),
+    )  # fmt: skip
+    return replace(plan(job.model, **{**asked, **changes}), hardware=hardware)
 
 
 def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
@@ -111,29 +135,38 @@ def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CO
     return plan(model, gpus=gpus, context=max(low, 1) * step, **options)
 
 
+def _known(pinned: dict[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in pinned if name not in {each.name for each in fields(Stack)}]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: no such field of Stack")
+    return pinned
+
+
+def _violations(context: int, rows: int, accumulation: int, optimizer: str, lora: int) -> Iterator[str]:
+    if context < 2:
+        yield f"context={context} must be at least 2 tokens"
+    if rows < 1 or accumulation < 1 or rows % max(accumulation, 1):
+        yield f"rows={rows} cannot be split into {accumulation} micro-batches of the same number of rows"
+    if optimizer not in OPTIMIZERS:
+        yield f"optimizer={optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}"
+    if lora < 0:
+        yield f"lora={lora} must be a rank of at least 1, or 0 for none"
+
+
 @dataclass
 class _Asked:
-    model: ModelSizes
+    job: Job  # with any stack
     hardware: Hardware
-    context: int
-    rows: int
-    optimizer: str
-    lora: int
-    kernel: str
     may_mix: bool = True  # layers may have different stores
 
-    def job(self, stack: Stack) -> Job:
-        kernel = self.kernel if stack.attention == "auto" else stack.attention
-        return Job(
-            self.model,
-            stack,
-            self.context,
-            self.hardware.count,
-            self.rows,
-            kernel,
-            OPTIMIZERS[self.optimizer],
-            self.lora,
-        )
+    @property
+    def model(self) -> ModelSizes:
+        return self.job.model
+
+    @property
+    def layer_input(self) -> float:
+        """Bytes of a layer's input on a rank."""
+        return self.job.context * self.job.batch / self.hardware.count * self.model.hidden * HALF
 
     @property
     def crowded(self) -> bool:
@@ -141,18 +174,15 @@ class _Asked:
         hardware = self.hardware
         if hardware.host is None:
             return False
-        inputs = self.model.layers * self.context * self.rows / hardware.count * self.model.hidden * HALF
         far = (HOST_SHARE * hardware.host + (hardware.disk or 0)) / hardware.ranks_per_node
-        return inputs > hardware.gpu.memory + far
+        return self.model.layers * self.layer_input > hardware.gpu.memory + far
 
     def time(self, stack: Stack) -> Speed:
-        return estimate(self.job(stack), self.hardware)
+        return estimate(replace(self.job, stack=stack), self.hardware)
 
     def look(self, stack: Stack) -> Plan:
-        found = Plan(
-            self.model, self.hardware, self.context, self.rows, stack, predict(self.job(stack)), self.time(stack), False,
-            self.optimizer, self.lora,
-        )  # fmt: skip
+        job = replace(self.job, stack=stack)
+        found = Plan(job, self.hardware, predict(job), self.time(stack), False)
         found.fits = not found.excess
         return found
 
@@ -165,12 +195,11 @@ class _Asked:
         layers, on_gpu = self.model.layers, 0
         if found.fits or found.shares["GPU memory"] > 1 or stack.far == "gpu" or not self.may_mix:
             return found
-        wide = self.model.hidden
+        kept = self.layer_input  # and attention output, of one of the upper layers
         if stack.recompute_of(layers - 1) != "layer":
-            wide += self.model.heads * self.model.head_dim
-        kept = self.context * self.rows / self.hardware.count * wide * HALF  # of one of the upper layers
+            kept *= 1 + self.model.heads * self.model.head_dim / self.model.hidden
         while not tried.fits:
-            too_much = self.misplaced(tried)
+            too_much = tried.misplaced
             on_gpu += ceil(too_much / kept)
             if not too_much or on_gpu >= layers or on_gpu * kept > found.budget - found.peak:
                 return found
@@ -202,15 +231,10 @@ class _Asked:
 
     def out_of_reach(self, leanest: Plan) -> bool:
         """Whether none of a family can fit, given its leanest: the host and the disk hold the same for all of them."""
-        too_much = self.misplaced(leanest)
+        too_much = leanest.misplaced
         if too_much and (leanest.stack.far == "gpu" or not self.may_mix):
             return True
         return leanest.peak / LEANER + too_much > leanest.budget
-
-    def misplaced(self, found: Plan) -> float:
-        """Bytes of a rank for which the host or the disk has no room."""
-        share = max([1.0, *(share for name, share in found.shares.items() if name != "GPU memory")])
-        return (found.memory.host or found.memory.disk) * (1 - 1 / share)
 
     def nearest(self, found: Plan, stacks: list[Stack]) -> Plan:
         """Nothing fits, and `found` comes near: of its family the one that comes nearest, and of those the fastest."""
@@ -258,7 +282,7 @@ def _families(stacks: list[Stack]) -> list[list[Stack]]:
     return list(found.values())
 
 
-def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[str, Any, str]]:
+def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any], given: str | None) -> list[tuple[str, Any, str]]:
     """One reason for each field of the stack that matters."""
     stack, gpu = best.stack, asked.hardware.gpu
     found = []
@@ -282,7 +306,7 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[st
     else:
         keeps = sum(each == "keep_attention" for each in stack.recompute)
         because("recompute", f"there is room for the attention outputs of {keeps} layers; the others attend once more")
-    room = format_bytes(best.memory.host or best.memory.disk)
+    room = format_bytes(best.memory.disk or best.memory.host - best.memory.offloaded)
     why = {
         "gpu": "kept activations fit on the GPU",
         "host": f"{room} of kept activations a GPU wait in pinned host memory",
@@ -303,64 +327,67 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any]) -> list[tuple[st
             if stack.hold
             else "no room to hold a layer's input: it is read again",
         )
-    if asked.kernel:
-        found.append(
-            (
-                "attention",
-                asked.kernel,
-                f"the fastest kernel on {gpu.name}" + ("" if gpu.measured else ", rate not measured there"),
-            )
-        )
+    kernels = list(dict.fromkeys(asked.job.kernel_of(layer) for layer in range(asked.model.layers)))
+    why = f"what the engine takes on {gpu.name}" if given is None else "given"
+    found.append(("attention", " and ".join(kernels), why + ("" if gpu.measured else ", rate not measured there")))
     return found
 
 
 def _hopeless(asked: _Asked) -> str:
-    states = asked.model.weights * (8 + OPTIMIZERS[asked.optimizer]) / asked.hardware.count
+    states = asked.model.weights * (8 + asked.job.optimizer_bytes) / asked.hardware.count
     return (
-        "nothing that was tried (64 times the GPUs, shorter contexts, the disk, 8-bit states, LoRA): weights, gradients and "
-        f"states alone are {format_bytes(states)} a GPU; take GPUs with more memory, or a smaller model"
+        "nothing that was tried (64 times the GPUs, shorter contexts, the disk, 8-bit or offloaded states, LoRA): weights, "
+        f"gradients and states alone are {format_bytes(states)} a GPU; take GPUs with more memory, or a smaller model"
     )
 
 
 def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
     """The nearest things that would fit, with numbers."""
 
-    def tried(recompute: str | None = None, **changes: Any) -> Plan | None:
-        other = replace(asked, **changes)
+    def tried(recompute: str | None = None, hardware: Hardware = asked.hardware, **changes: Any) -> Plan | None:
+        job = replace(asked.job, world=hardware.count, **changes)
+        other = replace(asked, job=job, hardware=hardware)
         if other.crowded:
             return None
         fixed = pinned if recompute is None else {**pinned, "recompute": recompute}
-        stacks = list(candidates(other.model, other.hardware, other.context, other.rows, fixed))
+        stacks = list(candidates(job.model, hardware, job.context, job.batch, fixed))
         found = other.search(stacks) if stacks else None
         return found if found is not None and found.fits else None
 
+    job, hardware = asked.job, asked.hardware
     if not pinned.get("ulysses"):
         for factor in (2, 4, 8, 16, 32, 64):
-            more = replace(asked.hardware, count=asked.hardware.count * factor)
+            more = replace(hardware, count=hardware.count * factor)
+            if "host" in hardware.assumed:  # more GPUs of a machine come with more memory
+                more = replace(more, host=more.gpu.host * more.ranks_per_node)
             if found := tried(hardware=more):
                 yield f"{more.words}: {format_bytes(found.peak)} a GPU, {found.speed.tokens_per_second:,.0f} tokens/s each"
                 break
-    shorter = asked.context
+    shorter = job.context
     while shorter > 2048:
         shorter //= 2
         if found := tried(context=shorter):
-            for more in (shorter * 3 // 2, shorter * 5 // 4):  # twice as much did not
-                if nearer := tried(context=more):
-                    shorter, found = more, nearer
+            for longer in (shorter * 3 // 2, shorter * 5 // 4):  # twice as much did not
+                if nearer := tried(context=longer):
+                    shorter, found = longer, nearer
                     break
             yield f"a context of {format_tokens(shorter)}: {format_bytes(found.peak)} a GPU"
             break
-    if asked.hardware.host is not None and "store" not in pinned:
-        roomy = replace(asked.hardware, host=None)
+    if hardware.host is not None and "store" not in pinned:
+        roomy = replace(hardware, host=None)
         if found := tried(None if "recompute" in pinned else "layer", hardware=roomy):
-            need = found.memory.host * asked.hardware.ranks_per_node / HOST_SHARE
-            yield f"{format_bytes(need)} of host memory a machine: {format_bytes(found.peak)} a GPU"
-    if asked.hardware.disk is None and "store" not in pinned:
-        roomy = replace(asked.hardware, disk=10**15)
+            need = format_bytes(found.host / HOST_SHARE)
+            yield f"{need} of host memory a machine (--host): {format_bytes(found.peak)} a GPU"
+    if hardware.disk is None and "store" not in pinned:
+        roomy = replace(hardware, disk=10**15)
         if found := tried(hardware=roomy):
-            need = found.memory.disk * asked.hardware.ranks_per_node
-            yield f"store: disk with {format_bytes(need)} of scratch space a machine (--disk): {format_bytes(found.peak)} a GPU"
-    if asked.optimizer == "adamw" and not asked.lora and (found := tried(optimizer="adamw8bit")):
+            need = format_bytes(found.disk)
+            yield f"store: disk with {need} of scratch space a machine (--disk): {format_bytes(found.peak)} a GPU"
+    if job.optimizer == "adamw" and not job.lora and (found := tried(optimizer="adamw8bit")):
         yield f"train.optimizer: adamw8bit: {format_bytes(found.peak)} a GPU"
-    if not asked.lora and (found := tried(lora=16)):
+    if not job.offload and pinned.get("shard_parameters", True) and (found := tried(offload=True)):
+        yield (
+            f"train.offload_optimizer: true: {format_bytes(found.peak)} a GPU, {format_bytes(found.host)} of host memory a machine"
+        )
+    if not job.lora and (found := tried(lora=16)):
         yield f"LoRA of rank 16 (model.lora): {format_bytes(found.peak)} a GPU"

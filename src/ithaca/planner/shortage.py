@@ -7,8 +7,8 @@ from typing import Any
 
 from ..config.sizes import format_bytes
 from .categories import CATEGORIES
-from .plan import Plan
-from .search import plan
+from .plan import HOST_SHARE, Plan
+from .search import again
 
 LESS = 0.9  # of what did not fit: a change must promise at least this much
 
@@ -39,7 +39,8 @@ def host_shortage(planned: Plan | None, cause: str) -> str:
     """Pinned memory ran out; `cause` says where."""
     if planned is None or planned.stack.far == "gpu":
         return cause
-    hardware = replace(planned.hardware, **{planned.stack.far: int(LESS * _stored(planned))})
+    need = planned.host if planned.stack.far == "host" else planned.disk
+    hardware = replace(planned.hardware, **{planned.stack.far: int(LESS * need / HOST_SHARE)})
     return f"{cause}.\n  {_instead(planned, _fastest(planned, hardware))}"
 
 
@@ -50,10 +51,10 @@ def cheapest_change(planned: Plan, limit: int, form: str = TRAIN) -> str:
 
 
 def _fastest(planned: Plan, hardware: Any) -> Plan:
-    return plan(
-        planned.model, gpus=hardware, context=planned.context, rows=planned.rows, optimizer=planned.optimizer,
-        lora=planned.lora, ulysses=planned.stack.ulysses, ring=planned.stack.ring, replicate=planned.stack.replicate,
-    )  # fmt: skip
+    """Of the stacks that share ranks in the same way."""
+    stack = planned.stack
+    fixed = dict(ulysses=stack.ulysses, ring=stack.ring, replicate=stack.replicate)
+    return again(planned.job, hardware, **fixed)
 
 
 def _instead(planned: Plan, other: Plan, form: str = TRAIN) -> str:
@@ -69,7 +70,3 @@ def _instead(planned: Plan, other: Plan, form: str = TRAIN) -> str:
 
 def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _stored(planned: Plan) -> int:
-    return (planned.memory.host or planned.memory.disk) * planned.hardware.ranks_per_node

@@ -7,6 +7,7 @@ from math import lcm
 
 from ..attention.head_schedule import Stage, head_schedule
 from .job import FULL, HALF, HOLD_BYTES, OVERLAP_BYTES, PROJECTION_TILES, TABLE_BYTES, TILES_PER_PIECE, Job
+from .workspace import pinned
 
 
 class Sizes:
@@ -15,7 +16,7 @@ class Sizes:
         self.m, self.stack = m, stack
         self.ranks = stack.ulysses
         groups = max(1, job.world // (stack.ulysses * stack.ring))
-        self.rows = max(1, job.rows // groups)
+        self.rows = max(1, job.batch // groups)
         step = stack.ulysses if stack.ring == 1 else lcm(2 * stack.ring, stack.ring * stack.ulysses)
         self.tokens = -(-job.context // step) * step // (stack.ulysses * stack.ring)
         self.bs = self.rows * self.tokens
@@ -26,6 +27,9 @@ class Sizes:
         self.piece = min((stack.tile or self.tokens) * TILES_PER_PIECE, self.tokens)
         self.rotary = 2 * self.tokens * m.head_dim * HALF  # cos and sin of every position
         self.schedule = head_schedule(m.heads, m.kv_heads, stack.ulysses, stack.heads_per_stage)
+        self.fsdp = (
+            stack.shard_parameters or job.world > 1
+        )  # whole weights on every rank of several are shards of one each
         self.shards = job.world // stack.replicate if stack.shard_parameters else 1
         self._heads = {id(stage): self._count(stage) for stage in self.schedule}  # asked for thousands of times
         later = (self.head(self.heads(stage, "all")) for stage in reversed(self.schedule))
@@ -65,29 +69,62 @@ class Sizes:
     # -- weights --------------------------------------------------------------------------------------------------------
 
     @property
-    def after_weights(self) -> int:
-        """Weights of o_proj, MLP and their norms that are trained."""
-        if self.job.lora:
-            m = self.m
-            return self.job.lora * (m.heads * m.head_dim + m.hidden + 3 * (m.hidden + m.intermediate))
-        return self.m.heads * self.m.head_dim * self.m.hidden + self.m.mlp_weights + self.m.norm_weights
+    def here(self) -> int:
+        """1 where weights, gradients and states stay on the GPU, 0 where they wait on the host."""
+        return 0 if self.job.offload else 1
 
     @property
-    def layer_trained(self) -> int:
-        if not self.job.lora:
-            return self.m.layer_weights
-        m = self.m
-        qkv = 3 * m.hidden + (m.heads + 2 * m.kv_heads) * m.head_dim
-        return self.after_weights + self.job.lora * qkv
+    def wide(self) -> int:
+        """Bytes of a trained weight, and of its gradient, in a shard: fp32 wherever FSDP2 is."""
+        return FULL if self.fsdp else HALF
+
+    def learns(self, *linears: str) -> bool:
+        """Whether any of these linears has a gradient: then their input is kept for it."""
+        return not self.job.lora or bool(self.job.adapters.keys() & set(linears))
+
+    def left(self, weights: int) -> dict[str, int]:
+        """Gradients of so many weights, in shards. With several micro-batches all of them are there all the time."""
+        return {"gradients": self.here * (weights // self.shards * self.wide) if self.job.accumulation == 1 else 0}
 
     @property
-    def trained(self) -> int:
-        outside = 0 if self.job.lora else self.m.weights - self.m.layers * self.m.layer_weights
-        return self.m.layers * self.layer_trained + outside
+    def offloaded(self) -> int:
+        """Weights and gradients of a rank in pinned host memory, and the optimizer's states beside them."""
+        m, job, rank = self.m, self.job, self.job.lora
+        tables = [(m.vocabulary, m.hidden)] * (1 if m.tied else 2)
+        base = [(m.layers, m.layer_tensors), (1, [*tables, (m.hidden, 1)])]
+        added = []
+        for name in job.adapters:
+            rows, columns = m.linears[name]
+            added.append((1 if name == "lm_head" else m.layers, [(rank, columns), (rows, rank)]))
+        trained, frozen = (added, base) if rank else (base, [])
+
+        def held(groups: list[tuple[int, list[tuple[int, int]]]], size: int) -> int:
+            return sum(
+                times * pinned(-(-rows // self.shards) * columns * size)
+                for times, shapes in groups
+                for rows, columns in shapes
+            )
+
+        return 2 * held(trained, self.wide) + held(frozen, HALF) + self.states
+
+    @property
+    def states(self) -> int:
+        """AdamW's averages are of the weights' type."""
+        return int(self.job.trained // self.shards * min(self.job.optimizer_bytes, 2 * self.wide))
+
+    def arriving(self, largest: int, weights: int) -> dict[str, int]:
+        """Shards of a group on their way from the host: one of them as it is (the `largest`), and all as layers compute."""
+        if self.here:
+            return {}
+        first = largest * FULL if not self.job.lora else 0  # frozen ones are small already
+        gathered = (
+            weights * HALF if self.shards == 1 else 0
+        )  # where there is nobody to gather from, it is copied all the same
+        return {"fsdp": (max(first, gathered) + weights * HALF) // self.shards}
 
     def gathered(self) -> dict[str, int]:
         """FSDP2: the weights of this layer, and of the one before or after it."""
-        if not self.stack.shard_parameters:
+        if not self.fsdp:
             return {}
         each = self.m.layer_weights * HALF
         return {"fsdp": 2 * each if self.shards > 1 else each}
@@ -130,21 +167,33 @@ class Sizes:
         if self.stack.tile is None:
             m = self.m
             kept += self.after_graph
+            if not m.fused_norms:  # the input of every norm, and where its weight is trained the output
+                heads = (m.heads + m.kv_heads) * m.head_dim if m.traits.qk_norm else 0
+                kept += (1 if self.job.lora else 2) * FULL * self.bs * (m.norms * m.hidden + heads)
             if len(self.schedule) == 1:
-                kept += self.bs * (HALF * (m.hidden + (m.heads + 2 * m.kv_heads) * m.head_dim) + FULL)
+                normed = m.heads + m.kv_heads if m.traits.qk_norm else 0  # the input of that norm, and its output
+                heads = m.heads + 2 * m.kv_heads + normed
+                kept += self.bs * (HALF * (m.hidden + heads * m.head_dim) + FULL)
                 kept += self.rotary if self.rotary > TABLE_BYTES else 0  # of its own, where no table serves all layers
         return kept
 
     @property
     def after_graph(self) -> int:
         """What autograd keeps of the untiled half behind attention."""
-        return self.bs * (HALF * (4 * self.m.intermediate + 3 * self.m.hidden) + FULL)
+        learns = self.learns
+        wide, hidden = 4 if learns("down_proj") else 3, 3 if learns("gate_proj", "up_proj") else 2
+        return self.bs * (HALF * (wide * self.m.intermediate + hidden * self.m.hidden) + FULL)
 
-    def stored(self) -> int:
-        """The most that waits in the store: what layers keep, and a little of the one that runs."""
-        kept = most = 0
+    def stored(self) -> dict[str, int]:
+        """The most that waits in the store: what layers keep, and a little of the one that runs. Beside a disk, what the last layer
+        keeps and what a layer needs for itself waits in host memory."""
+        kept = {"host": 0, "disk": 0}
+        most = dict(kept)
+        near = "host" if self.stack.far == "disk" else self.stack.far
         for index in range(self.m.layers):
-            kept += self.kept_of(index) if self.offloads(index) else 0
+            where = near if index == self.m.layers - 1 else self.stack.far
+            if self.offloads(index):
+                kept[where] += self.kept_of(index)
             passing = 0
             if self.stack.engine_of(index) == "streamed" and not self.holds:
                 # in backward: the gradient of its attention output, and that output where it is computed again
@@ -152,7 +201,8 @@ class Sizes:
                 if not self.offloads(index):
                     # later; of a layer that does, the store has by then given back much of what it kept
                     passing = max(passing, self.parked)
-            most = max(most, kept + passing)
+            for place, nbytes in kept.items():
+                most[place] = max(most[place], nbytes + (passing if place == near else 0))
         return most
 
     @property
@@ -189,5 +239,7 @@ class Sizes:
     def after_tile(self, backward: bool) -> int:
         m, t = self.m, self.rows * self.tile
         wide = m.intermediate * (m.active_experts or 1)
-        more = 1 if self.job.lora else 0  # what an adapter adds to a projection
-        return t * HALF * ((6 if backward else 3) * wide + more * wide + 3 * m.hidden)
+        adapted = self.job.adapters.keys()
+        if backward:  # the input of gate and up is kept for their gradients, or their adapters'
+            return t * HALF * (6 * wide + (3 if self.learns("gate_proj", "up_proj") else 2) * m.hidden)
+        return t * HALF * ((4 if "up_proj" in adapted else 3) * wide + 3 * m.hidden)  # up's adapter beside up and gate

@@ -9,7 +9,7 @@ from typing import Any
 from ..config.sizes import format_bytes, format_tokens
 from ..stack import Stack
 from .categories import CATEGORIES, PHASES
-from .plan import Plan
+from .plan import HOST_SHARE, Plan
 
 
 def describe(
@@ -17,11 +17,9 @@ def describe(
 ) -> list[str]:
     """dry: what a dry run counted. tried: contexts that were counted to find the longest, with what they hold."""
     gpu, speed, memory = plan.hardware.gpu, plan.speed, plan.memory
-    spare = plan.budget - plan.peak
-    verdict = f"fits, {format_bytes(spare)} to spare" if plan.fits else f"does not fit: {', '.join(plan.shortages)}"
     lines = [
         f"{plan.model.name} ({plan.model.weights / 1e9:.2f}B parameters) at {format_tokens(plan.context)} tokens on "
-        f"{plan.hardware.words}: {verdict}",
+        f"{plan.hardware.words}: {verdict(plan)}",
         f"  GPU     {format_bytes(plan.peak)} of {format_bytes(plan.budget)} in {memory.peak_phase} (of it tensors "
         f"{format_bytes(plan.allocated)})",
     ]
@@ -31,13 +29,16 @@ def describe(
         for name, nbytes in sorted(holders.items(), key=lambda each: -each[1])
         if nbytes >= (0.02 if explain else 0.04) * plan.peak
     ]
-    ranks = plan.hardware.ranks_per_node
-    if memory.host:
-        lines.append(
-            f"  host    {format_bytes(memory.host)} pinned a GPU, {format_bytes(memory.host * ranks)} a machine"
-        )
-    if memory.disk:
-        lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(memory.disk * ranks)} a machine")
+    if plan.host:
+        parts = {
+            "kept activations": memory.host - memory.offloaded,
+            "weights, gradients and states": memory.offloaded,
+            "the copy a checkpoint is written from": memory.snapshot,
+        }
+        split = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
+        lines.append(f"  host    {format_bytes(plan.host)} a machine; a GPU: {split}")
+    if plan.disk:
+        lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(plan.disk)} a machine")
     parts = ", ".join(f"{name} {seconds(each)}" for name, each in speed.parts.items() if each > 0.005 * speed.seconds)
     lines.append(
         f"  time    {seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
@@ -45,6 +46,9 @@ def describe(
     )
     if not gpu.measured:
         lines.append(f"          rates were measured on an H200 and scaled to {gpu.name}; links were not measured")
+    lines += [f"  assumed {each}" for each in plan.assumed]
+    if plan.too_long:
+        lines.append(f"  rotary  {plan.too_long}")
     lines.append("  stack")
     width = max((len(f"{name}: {_value(value)}") for name, value, _ in plan.reasons), default=0)
     lines += [f"    {f'{name}: {_value(value)}':{width}}  {why}" for name, value, why in plan.reasons]
@@ -58,6 +62,20 @@ def describe(
     if plan.advice:
         lines += ["  what would fit", *(f"    {each}" for each in plan.advice)]
     return lines
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, and on what condition that nobody has checked."""
+    if not plan.fits:
+        return f"does not fit: {', '.join(plan.shortages)}"
+    needs = {"host": (plan.host / HOST_SHARE, "of host memory"), "disk": (plan.disk, "of scratch space")}
+    unsaid = [
+        f"{format_bytes(need)} {what} (assumed {format_bytes(getattr(plan.hardware, name))}; give --{name})"
+        for name, (need, what) in needs.items()
+        if need and name in plan.hardware.assumed
+    ]
+    condition = f", if a machine has {' and '.join(unsaid)}" if unsaid else ""
+    return f"fits, {format_bytes(plan.budget - plan.peak)} to spare{condition}"
 
 
 def table(plan: Plan) -> list[str]:
@@ -77,8 +95,8 @@ def side_by_side(first: Plan, second: Plan) -> list[str]:
     rows += [[name, _field(first.stack, name), _field(second.stack, name)] for name in changed]
     numbers = {
         "GPU": lambda p: format_bytes(p.peak),
-        "host a GPU": lambda p: format_bytes(p.memory.host),
-        "disk a GPU": lambda p: format_bytes(p.memory.disk),
+        "host a machine": lambda p: format_bytes(p.host),
+        "disk a machine": lambda p: format_bytes(p.disk),
         "step": lambda p: seconds(p.speed.seconds),
         "tokens/s per GPU": lambda p: f"{p.speed.tokens_per_second:,.0f}",
         "bound by": lambda p: p.speed.bound_by,
@@ -111,9 +129,9 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def beside(plan: Plan, accumulation: int, peak: int, took: float) -> str:
+def beside(plan: Plan, peak: int, took: float) -> str:
     """What was planned for a step, beside what came."""
-    memory, planned = plan.allocated, plan.speed.seconds * accumulation
+    memory, planned = plan.allocated, plan.speed.seconds
     return (
         f"plan: {format_bytes(memory)} and {planned:.1f} s a step; measured: {format_bytes(peak)} "
         f"({peak / memory - 1:+.1%}) and {took:.1f} s ({took / planned - 1:+.1%})"

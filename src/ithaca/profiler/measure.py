@@ -77,6 +77,8 @@ def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) 
         torch.cuda.set_device(device)
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (wanted.limit or whole) / whole), device)
+    if wanted.deterministic:
+        torch.use_deterministic_algorithms(True)
     with ready(wanted.case(), device, wanted.layers, wanted.states) as step:
         say("warm-up")
         step()

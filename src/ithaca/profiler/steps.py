@@ -23,7 +23,6 @@ from ..model.weights import fill_at_random
 from ..parallelize import prepare
 from ..planner.alike import held_by
 from ..planner.dry_run import Case, fake_group, meta_model, shortened, shortened_stack
-from ..planner.search import OPTIMIZERS
 from ..run import Run
 from ..train.optim import build_optimizer, clip, global_norm, gradients
 
@@ -38,14 +37,17 @@ class Steps:
     train: Train
     resident: dict[str, int]  # category -> bytes of the layers that are not there
     held: dict[str, Tensor]
+    accumulation: int = 1  # micro-batches of a step
 
     def __call__(self, begin: Callable[[str], None] = lambda phase: None) -> None:
         """As train/step.py does it, but whatever the loss is: it lacks what peers would have sent."""
-        begin("forward")
-        loss = self.run.loss(self.batch)
-        self.hold("gradients")
-        begin("backward")
-        loss.backward()
+        for _ in range(self.accumulation):
+            begin("forward")
+            loss = self.run.loss(self.batch, supervised=self.accumulation * self.batch.supervised)
+            self.hold("gradients")
+            begin("backward")
+            loss.backward()
+            del loss
         begin("step")
         grads = gradients(self.run.model)
         if self.run.mesh.world.fake:
@@ -54,13 +56,13 @@ class Steps:
         norm = global_norm(grads)
         clip(grads, norm, self.train.clip)
         self.optimizer.step()
-        del grads, norm, loss
+        del grads, norm
         self.optimizer.zero_grad(set_to_none=True)
         self.held.pop("gradients", None)
 
     def hold(self, *categories: str) -> None:
         for name in categories:
-            if self.resident.get(name):
+            if self.resident.get(name) and name not in self.held:
                 self.held[name] = torch.zeros(self.resident[name], dtype=torch.uint8, device=self.run.mesh.device)
 
     def make_states(self) -> None:
@@ -75,7 +77,7 @@ class Steps:
     @property
     def tokens(self) -> int:
         """Of a step, on this rank."""
-        return self.batch.input_ids.numel()
+        return self.accumulation * self.batch.input_ids.numel()
 
 
 @contextmanager
@@ -101,16 +103,16 @@ def ready(case: Case, device: torch.device, layers: int | None = None, states: b
 def _steps(case: Case, config: object, device: torch.device, missing: int) -> Steps:
     run = prepare(
         meta_model(case, config), case.stack, device=device, dtype=case.dtype,
-        weights=lambda run: fill_at_random(run.decoder, run.mesh),
+        weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=case.offload,
     )  # fmt: skip
-    named = {nbytes: name for name, nbytes in OPTIMIZERS.items()}
-    train = Train(steps=100, optimizer=named[case.optimizer_bytes])
+    train = Train(steps=100, optimizer=case.optimizer)
     torch.manual_seed(0)
     ids = torch.randint(0, run.decoder.config.vocab_size, (case.rows, case.context))
     documents = None if case.documents is None else [case.documents] * case.rows
+    layer = held_by(run.decoder.layers[0].module, case.states)
     steps = Steps(
         run, build_optimizer(run.model, train), run.shard(ids, documents=documents), train,
-        {name: missing * nbytes for name, nbytes in held_by(run.decoder.layers[0].module, case.optimizer_bytes).items()}, {},
+        {} if case.offload else {name: missing * nbytes for name, nbytes in layer.items()}, {}, case.accumulation,
     )  # fmt: skip
     steps.hold("parameters", "optimizer")
     steps.make_states()

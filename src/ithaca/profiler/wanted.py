@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from ..config.schema import LINEARS, Lora
 from ..planner.config import hf_config
 from ..planner.dry_run import Case, shortened_stack
 from ..planner.model import sliced
 from ..planner.plan import Plan
-from ..planner.search import OPTIMIZERS, plan
+from ..planner.search import again
 from ..stack import PER_LAYER, Stack
 
 ROOM = 0.7  # of the memory that is available, for what runs on a CPU
@@ -26,7 +27,11 @@ class Wanted:
     world: int = 1  # as rank 0 of so many
     rows: int = 1
     optimizer: str = "adamw"
+    offload: bool = False
     lora: int = 0
+    targets: tuple[str, ...] = LINEARS
+    accumulation: int = 1
+    deterministic: bool = False
     layers: int | None = None  # run so many only
     states: bool = False  # hold weights and states of all layers all the same
     steps: int = 2  # that are timed
@@ -36,9 +41,11 @@ class Wanted:
     @classmethod
     def of(cls, found: Plan, model: str, **more: Any) -> Wanted:
         """What a plan is about. model: the name that it was asked with."""
+        job = found.job
         return cls(
-            model=model, stack=found.stack, context=found.context, world=found.hardware.count, rows=found.rows,
-            optimizer=found.optimizer, lora=found.lora, **more,
+            model=model, stack=job.stack, context=job.context, world=job.world, rows=job.rows, optimizer=job.optimizer,
+            offload=job.offload, lora=job.lora, targets=job.targets, accumulation=job.accumulation,
+            deterministic=bool(job.processors), **more,
         )  # fmt: skip
 
     @property
@@ -46,11 +53,10 @@ class Wanted:
         return torch.device("cpu") if self.cpu else torch.device("cuda", 0)
 
     def case(self) -> Case:
-        from ..config.schema import Lora
-
         return Case(
-            hf_config(self.model), self.stack, self.context, world=self.world, rows=self.rows,
-            lora=Lora(rank=self.lora) if self.lora else None, optimizer_bytes=OPTIMIZERS[self.optimizer],
+            hf_config(self.model), self.stack, self.context, world=self.world, rows=self.rows // self.accumulation,
+            lora=Lora(rank=self.lora, targets=self.targets) if self.lora else None, optimizer=self.optimizer,
+            offload=self.offload, accumulation=self.accumulation,
         )  # fmt: skip
 
     def json(self) -> dict[str, Any]:
@@ -60,28 +66,27 @@ class Wanted:
     def read(cls, given: Mapping[str, Any]) -> Wanted:
         stack = dict(given["stack"])
         stack |= {name: tuple(stack[name]) for name in PER_LAYER if isinstance(stack[name], list)}
-        return cls(**{**given, "stack": Stack(**stack)})
+        return cls(**{**given, "stack": Stack(**stack), "targets": tuple(given["targets"])})
 
 
 def expected(found: Plan, wanted: Wanted, kernel: str) -> Plan:
     """The plan of exactly what is run: its layers, and the attention kernel that the machine has."""
     sizes = sliced(found.model, wanted.layers)
-    stack = shortened_stack(wanted.stack, sizes.layers)
-    common: dict[str, Any] = dict(
-        gpus=found.hardware, context=found.context, rows=found.rows, optimizer=found.optimizer, lora=found.lora,
-        kernel=kernel,
-    )  # fmt: skip
-    part = plan(sizes, stack=stack, **common)
+    stack = shortened_stack(replace(wanted.stack, attention="auto"), sizes.layers)
+    ran = replace(found.job, kernel=kernel, windowed="flash" if kernel == "cudnn" else kernel)
+    part = again(replace(ran, model=sizes), found.hardware, stack=stack)
     if wanted.states and sizes.layers < found.model.layers:
-        whole = plan(found.model, stack=found.stack, **common).memory.phases["step"]
+        whole = again(ran, found.hardware, stack=replace(found.stack, attention="auto")).memory.phases["step"]
         more = {
-            name: whole[name] - part.memory.phases["step"][name] for name in ("parameters", "optimizer", "gradients")
+            name: whole.get(name, 0) - part.memory.phases["step"].get(name, 0)
+            for name in ("parameters", "optimizer", "gradients")
         }
         for phase, by in part.memory.phases.items():
             for name, nbytes in more.items():
                 if name != "gradients" or phase in ("backward", "step"):
                     by[name] = by.get(name, 0) + nbytes
-    return replace(part, reasons=found.reasons, around=not wanted.cpu)
+    job = replace(part.job, stack=shortened_stack(wanted.stack, sizes.layers))
+    return replace(part, job=job, reasons=found.reasons, around=not wanted.cpu)
 
 
 def tensors(plan: Plan) -> dict[str, dict[str, int]]:

@@ -288,6 +288,8 @@ def stack(inputs: Inputs) -> list[dict[str, Any]]:
     ran = {name: value for name, value in table(inputs.config.get("stack")).items() if name not in ("auto", "scratch")}
     reasons = {text(each.get("field")): each for each in tables(at(inputs.plan, "reasons"))}
     values = {**planned, **ran}
+    if values.get("attention") == "auto" and (kernel := _kernel(inputs)):
+        values["attention"] = f"{kernel} (auto)"
     rows = []
     for name, value in values.items():
         differs = name in planned and name in ran and said(planned[name]) != said(ran[name])
@@ -301,6 +303,14 @@ def stack(inputs: Inputs) -> list[dict[str, Any]]:
                 {"field": name, "value": said(reason.get("value")), "planned": None, "why": text(reason.get("why"))}
             )
     return rows
+
+
+def _kernel(inputs: Inputs) -> str | None:
+    """Of attention, as it ran: what a run says when it starts, or what was profiled."""
+    known = (
+        [text(each.get("attention")) for each in inputs.events] if inputs.run else [text(at(inputs.profile, "kernel"))]
+    )
+    return next((each for each in reversed(known) if each), None)
 
 
 def _list(value: Any) -> list[Any]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..config.nodes import read_plain
+from ..files import read_json as read_limited
 from ..observe.metrics import read_metrics
 from ..train.folder import RunFolder
 from .values import number, table
@@ -74,17 +76,11 @@ def gather(run: Path | None, given: Mapping[str, dict[str, Any] | None]) -> Inpu
 def read_json(path: Path) -> tuple[str, dict[str, Any]]:
     """What a JSON file is, and what is in it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_limited(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not JSON but something binary; give a plan, ladder or profile") from None
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply for a plan, ladder or profile") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON (line {error.lineno}: {error.msg}); make it again") from None
-    except ValueError:
-        raise ValueError(f"{path} is not JSON that can be read: it has a number of thousands of digits") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; give a plan, ladder, profile or evaluation, or make it again") from None
     return check_kind(found, str(path)), found
 
 
@@ -134,25 +130,19 @@ def _read_run(path: Path) -> Inputs:
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
     """As YAML, not as a `Config`: a run of an older ithaca has a report too."""
-    import yaml
-
     if not path.is_file():
         return {}, None
     try:
-        text = path.read_text(encoding="utf-8")
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ValueError(f"{path} is not YAML; it was not written by ithaca: move it away") from None
+        found, text = read_plain(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; it was not written by ithaca: move it away") from None
     return table(found), text
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if not path.is_file():
         return [], []
-    try:
-        lines = read_metrics(path)
-    except (TypeError, RecursionError):
-        raise ValueError(f"{path} has lines that are no metrics; it was not written by ithaca: move it away") from None
+    lines = read_metrics(path)
     steps = [line for line in lines if "event" not in line and number(line["step"]) is not None]
     return sorted(steps, key=lambda line: line["step"]), [line for line in lines if "event" in line]
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..files import write_atomically
+from ..files import write_atomically, write_output
+from ..train.folder import RunFolder
 from . import charts, evaluations, summary
 from .inputs import Inputs, gather
 from .values import CATEGORIES
@@ -34,16 +35,16 @@ _SCRIPTS = (
 
 
 def write_report(
-    out: Path,
+    out: Path | None = None,
     *,
     run: Path | None = None,
     plan: dict[str, Any] | None = None,
     ladder: dict[str, Any] | None = None,
     profile: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the page, whole or not at all, and return where. Folders are made. For the arguments see `render`."""
+    """Write the page, and return where. Folders are made. out: None = the page of the run folder. For the rest see `render`."""
     page = render(run=run, plan=plan, ladder=ladder, profile=profile)
-    return write_page(Path(out), page)
+    return write_page(None if out is None else Path(out), page, run)
 
 
 def render(
@@ -77,15 +78,20 @@ def page_of(inputs: Inputs) -> str:
     return page
 
 
-def write_page(out: Path, page: str) -> Path:
-    if out.is_dir():
-        raise ValueError(f"{out} is a folder; name a file to write, such as {out / 'report.html'}")
+def write_page(out: Path | None, page: str, run: Path | None = None) -> Path:
+    """out: None = that of the run folder, which is replaced whatever it is: a link in a folder of somebody else leads nowhere."""
+    path = out or (RunFolder(run).report / "index.html" if run else Path("report.html"))
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file to write, such as {path / 'report.html'}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if out is None and run:
+            write_atomically(path, page)
+        else:
+            write_output(path, page)
     except OSError as error:
-        raise ValueError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
-    return out
+        raise ValueError(f"{path} cannot be written ({error.strerror}); name another file with --out") from None
+    return path
 
 
 def view(inputs: Inputs) -> dict[str, Any]:

@@ -40,8 +40,9 @@ from ..run import Run
 from . import rng
 from .dcp_errors import ALONE, plainly
 from .describe import describe_model, versions
-from .files import FORMAT, STATE, CheckpointError, Damaged, NotWritten, latest, published, verify
+from .files import FORMAT, STATE, CheckpointError, Damaged, NotFiniteValues, NotWritten, latest, published, verify
 from .fingerprint import fingerprints
+from .finite import require_finite
 from .keep import prune, remove_unfinished
 from .loading import load
 from .publish import Draft, probe, publish, start, write_json
@@ -51,8 +52,8 @@ from .state import at_rest, frozen_of, model_tensors, optimizer_state, size
 from .writer import HashingWriter
 
 __all__ = [
-    "CheckpointError", "Damaged", "HostCopies", "NotWritten", "Saving", "save", "load", "ready", "latest", "published", "verify",
-    "prune", "remove_unfinished",
+    "CheckpointError", "Damaged", "HostCopies", "NotFiniteValues", "NotWritten", "Saving", "save", "load", "ready", "latest",
+    "published", "verify", "prune", "remove_unfinished",
 ]  # fmt: skip
 
 
@@ -137,6 +138,8 @@ def save(
 ) -> Saving:
     """Write checkpoint `step-STEP` in `folder`. Collective. Finish an asynchronous one before starting the next.
 
+    NotFiniteValues, on all ranks, if a weight or state of any is NaN or infinite: nothing is written then.
+
     extra: whatever else the run must know, as JSON: data cursor, schedule, config. `load` gives it back.
     copies: memory for asynchronous saves, used again; None = made for this one.
     """
@@ -150,6 +153,7 @@ def save(
         state = optimizer_state(run, optimizer)
         tensors.update(state.tensors)
         about = state.about
+    each(mesh, lambda: require_finite({key.removeprefix("model."): value for key, value in tensors.items()}))
     draft = first(mesh, lambda: start(Path(folder), step, size(tensors)))
     saving = Saving(run, draft, HashingWriter(draft.hidden, step))
     with saving._or_give_up():
@@ -198,7 +202,7 @@ def _check(run: Run, extra: dict[str, Any], step: int) -> None:
     reach("save.begin", step)
     at_rest(run)
     try:
-        json.dumps(extra)
+        json.dumps(extra, allow_nan=False)  # which JSON has not, and reading refuses
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"extra cannot be written as JSON: {error}; pass numbers, texts, lists and dicts"

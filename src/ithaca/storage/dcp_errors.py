@@ -22,6 +22,8 @@ def plainly(doing: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if not isinstance(cause, Exception):  # a signal has asked this process to stop
+            raise cause from None
         kind = NotWritten if isinstance(cause, OSError) else CheckpointError
         raise kind(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from None
     except CheckpointError:

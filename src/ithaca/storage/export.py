@@ -10,12 +10,14 @@ the shards of the checkpoint (which takes it twice), written, and forgotten. The
 of a layer; merging takes three times that, in fp32.
 
 The folder appears under its name when it is complete, and an existing one is never touched. In fp32 the round trip is exact;
-bf16 rounds the fp32 masters once.
+bf16 rounds the fp32 masters once. What is not finite, before or after that, is not written (finite.py).
 """
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from ..floors import require_floors
 from ..mesh import Group, Mesh
-from ..model.config import harmless
+from ..model.config import check_settings, harmless
 from ..model.families import FAMILIES
 from ..model.weights import Folder, saved_name
 from ..run import Run
 from .dcp_errors import plainly
-from .files import CheckpointError, damage, latest, listed, read_state, verify
+from .files import CheckpointError, damage, gone, latest, listed, newest, read_state, verify
 from .fingerprint import fingerprint
+from .finite import require_finite
 from .hf_folder import Outgoing, empty_model, write_folder
 from .ranks import each
 from .safe_metadata import SafeReader, read_metadata
@@ -57,6 +60,9 @@ def export_model(
     mesh = run.mesh
     each(mesh, lambda: at_rest(run))
     named = dict(run.model.named_parameters())
+    trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    adapters = has_adapters(run) and not merge_lora
+    each(mesh, lambda: require_finite({name: named[name] for name in (trained if adapters else named)}))
 
     def fetch(name: str, dtype: torch.dtype) -> Tensor:
         value = named[name].detach()
@@ -69,8 +75,8 @@ def export_model(
         model=run.model,
         config=run.decoder.config,
         generation=getattr(run.decoder.model, "generation_config", None),
-        trained=[name for name, parameter in named.items() if parameter.requires_grad],
-        adapters=has_adapters(run) and not merge_lora,
+        trained=trained,
+        adapters=adapters,
         dtype=dtype,
         most=max_shard_bytes,
         beside=tokenizer_folder,
@@ -90,16 +96,35 @@ def export_checkpoint(
 ) -> Path:
     """Write the model of a checkpoint to a new folder, in this one process. -> folder
 
+    checkpoint: one of them (step-N), or a folder of checkpoints or a run, whose newest is taken.
     base_folder: of a LoRA checkpoint to be merged, the base model; None = where the run had it from. Another base is refused.
     """
     require_floors("torch", "transformers", "safetensors")
-    path = find_checkpoint(Path(checkpoint))
+
+    def write(path: Path) -> Path:
+        return _export(path, folder, tokenizer_folder, dtype, max_shard_bytes, merge_lora, base_folder)
+
+    return newest(lambda: find_checkpoint(Path(checkpoint)), write, named=Path(checkpoint))
+
+
+def _export(
+    path: Path, folder: Path, tokenizer_folder: Path | None, dtype: torch.dtype, most: float, merge_lora: bool,
+    base_folder: Path | None,
+) -> Path:  # fmt: skip
     problems = verify(path)
     if problems:
-        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems[:5])}; export another one")
+        raise _damaged(path, problems)
     record = read_state(path)
     about = record["model"]
-    model, config = _rebuild(about, path)
+    try:
+        model, config = _rebuild(about, path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # settings of a file: transformers and PEFT raise whatever their parts raise
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise CheckpointError(
+            f"{path} has settings of no model that can be built: {cause}; export another one"
+        ) from error
     adapters = bool(about["adapters"]) and not merge_lora
     if about["adapters"] and merge_lora:
         base_folder = Path(base_folder or about["name_or_path"] or ".")
@@ -109,6 +134,7 @@ def export_checkpoint(
             )
     fetch = _FromCheckpoint(path, about, base_folder)
     known = dict(model.named_parameters())
+    _check_shapes(path, known, fetch)
     outgoing = Outgoing(
         model=model,
         config=config,
@@ -116,7 +142,7 @@ def export_checkpoint(
         trained=[name for name in fetch.stored if name in known],
         adapters=adapters,
         dtype=dtype,
-        most=max_shard_bytes,
+        most=most,
         beside=tokenizer_folder,
     )
     alone = Group(1, 0, None)
@@ -130,12 +156,32 @@ def find_checkpoint(path: Path) -> Path:
     if (path / "manifest.json").exists():
         problems = damage(path)
         if problems:
-            raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems[:5])}; export another one")
+            raise gone(path) or _damaged(path, problems)
         return path
     found = latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None:
         raise CheckpointError(f"{path} has no complete checkpoint; name a run folder or a checkpoint (step-N)")
     return found
+
+
+def _damaged(path: Path, problems: list[str]) -> CheckpointError:
+    more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
+    return CheckpointError(
+        f"checkpoint {path} is damaged: {'; '.join(problems[:5])}{more}. Fix: export another one; "
+        f"'ithaca ckpt verify {path.parent}' says which are good"
+    )
+
+
+def _check_shapes(path: Path, known: dict[str, nn.Parameter], fetch: _FromCheckpoint) -> None:
+    """Sizes come from files, and memory is taken for them: they must be those of the model."""
+    frozen = {name: text.split("-")[1] for name, text in fetch.frozen.items()}
+    entries: Any = {name: fetch.metadata.state_dict_metadata[f"model.{name}"] for name in fetch.stored}
+    said = {**frozen, **{name: "x".join(map(str, entry.size)) for name, entry in entries.items()}}
+    for name, shape in said.items():
+        if name not in known or "x".join(map(str, known[name].shape)) != shape:
+            raise CheckpointError(
+                f"{path} has {name} of shape {shape[:100]}, which its model has not; export another one"
+            )
 
 
 class _FromCheckpoint:
@@ -177,6 +223,7 @@ class _FromCheckpoint:
             raise CheckpointError(
                 f"{plain} of {self.base} is not what the adapters were trained on; name the right base with --base"
             )
+        require_finite({f"{plain} of {self.base}": tensor})
         return tensor
 
 
@@ -188,6 +235,7 @@ def _rebuild(about: dict[str, Any], path: Path) -> tuple[nn.Module, Any]:
     kind = settings.get("model_type")
     if kind not in FAMILIES:
         raise CheckpointError(f"{path} holds a {kind!r} model, which this ithaca does not know")
+    check_settings(settings, str(path / "state.json"))
     config = harmless(type(AutoConfig.for_model(kind)).from_dict(settings))
     config._name_or_path = about["name_or_path"]
     model = empty_model(config)
@@ -230,6 +278,10 @@ _LOADS = (
 
 def _check_adapter(settings: dict[str, Any]) -> None:
     """These settings come from a file. PEFT imports modules that some of them name, and unpickles files that others do."""
+    for text in _texts(settings):
+        repeats = len(re.findall(r"[*+{]", text))
+        if repeats > 4 or re.search(r"\)[*+{]", text):  # a pattern, which could be tried for years
+            raise CheckpointError(f"refusing adapters with the pattern {text[:80]!r}; name the modules one by one")
     usual = settings.get("megatron_core") in (None, "megatron.core")
     named = [key for key in _LOADS if settings.get(key) and not (key == "megatron_core" and usual)]
     if settings.get("peft_type") != "LORA" or named:
@@ -237,8 +289,22 @@ def _check_adapter(settings: dict[str, Any]) -> None:
         raise CheckpointError(f"refusing to build a model with {what}: they can load code; LoRA alone is known here")
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in settings, names too: PEFT takes many of them for patterns."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value:
+            yield from _texts(each)
+        for each in value.values() if isinstance(value, dict) else ():
+            yield from _texts(each)
+
+
 def _generation(about: dict[str, Any]) -> Any:
     from transformers import GenerationConfig
 
     settings = about["generation_config"]
-    return None if settings is None else GenerationConfig.from_dict(settings)
+    try:
+        return None if settings is None else GenerationConfig.from_dict(settings)
+    except Exception as error:
+        raise CheckpointError(f"its generation settings are refused by transformers: {error!s:.300}") from error

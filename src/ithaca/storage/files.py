@@ -1,27 +1,39 @@
-"""Checkpoint folders as files: what is in them, which are whole, which is the newest. No torch here.
+"""Checkpoint folders as files: what is in them, which are whole, which is the newest. No torch here, but for numbers.
 
 A checkpoint is a folder `step-N` with a manifest that lists size and SHA-256 of every other file, with the run and the step
 (publish.py says how it comes about). Whoever looks for a checkpoint ignores those without a manifest, or with files of other
 sizes, or of another run, and says why. Names and sizes are cheap and find what crashes do; `verify` reads every byte and finds the
-rest; a time that is not the one of writing tells that somebody has touched a file, and that reading it is worthwhile.
+rest, numbers that are not finite included; a time that is not the one of writing tells that somebody has touched a file, and that
+reading it is worthwhile.
+
+A run that goes on deletes its old checkpoints, also one that somebody reads just now. It renames a folder before it deletes it, so
+a reader that stumbles looks whether the folder is still there (`gone`): if not, nothing is damaged, and a newer one can be read.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..fields import shown, wrong
+from ..files import kind_of, open_regular
+from ..files import read_json as read_limited
 from .digest import BLOCK, Progress, digests
+from .record import MANIFEST_FIELDS, wrong_state
 
 log = logging.getLogger("ithaca")
 
+Result = TypeVar("Result")
+
 FORMAT = 2
 MANIFEST, STATE, LATEST, RUN = "manifest.json", "state.json", "LATEST", "RUN"
-_PUBLISHED = re.compile(r"step-(\d+)$")
+_PUBLISHED = re.compile(r"step-(\d{1,18})$")
+_LIMIT = 1 << 30  # bytes of state.json, which has the random states of every rank
 
 
 class CheckpointError(ValueError):
@@ -34,8 +46,18 @@ class Damaged(CheckpointError):
     """A checkpoint is not as it was saved. An older one may be."""
 
 
+class Gone(CheckpointError):
+    """A checkpoint was there and is not any more: the run that it is of has pruned it. A newer one is there."""
+
+
 class NotWritten(CheckpointError):
     """This save did not work, because of the disk; the next may."""
+
+
+class NotFiniteValues(CheckpointError):
+    """Weights or states are NaN or infinite, so they are neither saved nor exported."""
+
+    exit_code = 6
 
 
 def step_of(path: Path) -> int | None:
@@ -53,34 +75,36 @@ def published(folder: Path) -> list[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object written by ithaca; CheckpointError if it is something else."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_limited(path, _LIMIT)
     except FileNotFoundError:
         raise Damaged(f"{path} does not exist; {path.parent.name} is no complete checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path} cannot be read ({error}); use another checkpoint") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        version = found.get("format") if isinstance(found, dict) else None
-        raise CheckpointError(f"{path} has format {version}, this ithaca reads {FORMAT}; use the ithaca that wrote it")
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror}); use another checkpoint") from None
+    except ValueError as error:
+        raise Damaged(f"{error}; use another checkpoint") from None
+    version = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or type(version) is not int or version != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {shown(version)}, this ithaca reads {FORMAT}; use the ithaca that wrote it"
+        )
     return found
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, which is of this folder and names files of this folder only."""
     manifest = read_json(path / MANIFEST)
-    files = manifest.get("files")
-    if not isinstance(files, dict) or manifest.get("step") != step_of(path):
-        raise Damaged(f"{path / MANIFEST} does not belong to this folder (step {manifest.get('step')})")
+    names = manifest.get("files")
+    if not isinstance(names, dict) or manifest.get("step") != step_of(path):
+        raise Damaged(f"{path / MANIFEST} does not belong to this folder (step {shown(manifest.get('step'))})")
     if manifest.get("block") != BLOCK:
-        raise Damaged(f"{path / MANIFEST} has hashes of blocks of {manifest.get('block')} bytes, not {BLOCK}")
-    for name, about in files.items():
+        raise Damaged(f"{path / MANIFEST} has hashes of blocks of {shown(manifest.get('block'))} bytes, not {BLOCK}")
+    for name in names:
         # names come from a file, so they must not lead out of the folder
-        if name != os.path.basename(name) or name in ("", ".", "..") or not _is_entry(about):
-            raise CheckpointError(f"{path / MANIFEST} has a bad entry: {name!r}")
+        if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+            raise CheckpointError(f"{path / MANIFEST} has a bad entry: {shown(name)}")
+    if problem := wrong(manifest, MANIFEST_FIELDS):
+        raise CheckpointError(f"{path / MANIFEST} has a bad entry: {problem}; use another checkpoint")
     return manifest
-
-
-def _is_entry(about: Any) -> bool:
-    return isinstance(about, dict) and isinstance(about.get("size"), int) and isinstance(about.get("sha256"), str)
 
 
 def listed(path: Path) -> dict[str, dict[str, Any]]:
@@ -94,9 +118,11 @@ def read_state(path: Path) -> dict[str, Any]:
     for key in ("run", "save", "step"):
         if state.get(key) != manifest.get(key):
             raise Damaged(
-                f"{path} is made of parts of two checkpoints: {STATE} says {key} {state.get(key)}, {MANIFEST} says "
-                f"{manifest.get(key)}; use another checkpoint"
+                f"{path} is made of parts of two checkpoints: {STATE} says {key} {shown(state.get(key))}, {MANIFEST} says "
+                f"{shown(manifest.get(key))}; use another checkpoint"
             )
+    if problem := wrong_state(state):
+        raise Damaged(f"{path / STATE}: {problem}; use another checkpoint")
     return state
 
 
@@ -112,12 +138,14 @@ def damage(path: Path) -> list[str]:
     found = []
     for name, about in files.items():
         try:
-            size = (path / name).stat().st_size
+            there = (path / name).stat()
         except OSError:
             found.append(f"{name} is missing")
             continue
-        if size != about["size"]:
-            found.append(f"{name} has {size:,} bytes, the manifest says {about['size']:,}")
+        if not stat.S_ISREG(there.st_mode):  # a pipe would be waited for
+            found.append(f"{name} is {kind_of(path / name)}, not a file")
+        elif there.st_size != about["size"]:
+            found.append(f"{name} has {there.st_size:,} bytes, the manifest says {about['size']:,}")
     return found
 
 
@@ -153,17 +181,28 @@ def strangers(path: Path) -> list[str]:
 
 
 def verify(path: Path, progress: Progress | None = None) -> list[str]:
-    """Everything that is wrong with a checkpoint, every byte read. Empty: as it was saved."""
+    """Everything that is wrong with a checkpoint, every byte read, and every number if those are right. Empty: good."""
     path = Path(path)
     problems = damage(path)
     if problems:
         return problems
-    problems = changed(path, list(listed(path)), progress)
     try:
+        problems = changed(path, list(listed(path)), progress)
         read_state(path)
+        strange = strangers(path)
+    except (CheckpointError, OSError) as error:
+        return [*problems, str(error)]
+    return (problems or values(path, progress)) + [f"{name} is not in the manifest" for name in strange]
+
+
+def values(path: Path, progress: Progress | None = None) -> list[str]:
+    """Which tensors of a checkpoint hold numbers that are not finite: an older ithaca may have written it."""
+    from .finite import stored_not_finite  # torch, and only here
+
+    try:
+        return stored_not_finite(path, None, progress)
     except CheckpointError as error:
-        problems.append(str(error))
-    return problems + [f"{name} is not in the manifest" for name in strangers(path)]
+        return [str(error)]
 
 
 # -- which one --------------------------------------------------------------------------------------------------------
@@ -171,10 +210,8 @@ def verify(path: Path, progress: Progress | None = None) -> list[str]:
 
 def run_of(folder: Path) -> str | None:
     """Whose checkpoints a folder holds: what RUN says, or else the newest checkpoint; None: nobody's yet."""
-    try:
-        return (folder / RUN).read_text(encoding="utf-8").strip() or None
-    except (OSError, UnicodeDecodeError):
-        pass
+    if name := _line(folder / RUN):
+        return name
     for path in published(folder):
         try:
             return str(read_manifest(path)["run"])
@@ -186,9 +223,40 @@ def run_of(folder: Path) -> str | None:
 def why_not(path: Path, run: str | None) -> list[str]:
     """Why a run would not go on from a checkpoint in its folder, as far as can be told without reading all of it."""
     problems = damage(path)
-    if not problems and run is not None and (owner := read_manifest(path).get("run")) != run:
-        problems = [f"it is of run {owner}, this folder is of run {run}; to go on from it, give it a folder of its own"]
-    return problems
+    if problems or run is None:
+        return problems
+    try:
+        owner = read_manifest(path).get("run")
+    except CheckpointError as error:
+        return [str(error)]
+    if owner != run:
+        return [f"it is of run {owner}, this folder is of run {run}; to go on from it, give it a folder of its own"]
+    return []
+
+
+def gone(path: Path) -> Gone | None:
+    """Why a checkpoint that was there cannot be read: it is there no more. None: it is."""
+    if path.is_dir():
+        return None
+    return Gone(
+        f"{path} is not there, or not any more: its run, if that goes on, has pruned it, or somebody has moved it; "
+        f"'ithaca ckpt ls {path.parent}' lists those that are"
+    )
+
+
+def newest(find: Callable[[], Path], use: Callable[[Path], Result], named: Path | None = None) -> Result:
+    """Use the checkpoint that is found; if it is deleted meanwhile, the one that is then. named: this and no other."""
+    while True:
+        path = find()
+        try:
+            return use(path)
+        except (CheckpointError, OSError) as error:
+            missing = gone(path)
+            if missing is None:
+                raise
+            if path == named:
+                raise missing from error
+            log.warning("%s was deleted while it was read, by the run that it is of; going on with a newer one", path)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -198,13 +266,14 @@ def complete(folder: Path) -> list[Path]:
     and the newest complete folder counts.
     """
     folder = Path(folder)
-    run, found = run_of(folder), []
-    for path in published(folder):
-        problems = why_not(path, run)
-        if problems:
-            log.warning("ignored damaged checkpoint %s: %s", path, "; ".join(problems[:3]))
-        else:
-            found.append(path)
+    run = run_of(folder)
+    problems = {path: why_not(path, run) for path in published(folder)}
+    if any(why and gone(path) for path, why in problems.items()):
+        return complete(folder)  # a run that goes on has published newer ones, and deleted these
+    found = [path for path, why in problems.items() if not why]
+    for path, why in problems.items():
+        if why:
+            log.warning("ignored damaged checkpoint %s: %s", path, "; ".join(why[:3]))
     named = named_latest(folder)
     if named is not None and not named.is_dir():
         log.warning("%s names %s, which does not exist", folder / LATEST, named.name)
@@ -218,8 +287,14 @@ def latest(folder: Path) -> Path | None:
 
 def named_latest(folder: Path) -> Path | None:
     """What LATEST names."""
-    try:
-        name = (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
+    name = _line(folder / LATEST)
     return folder / os.path.basename(name) if step_of(Path(name)) is not None else None
+
+
+def _line(path: Path) -> str:
+    """What a file of one line says; nothing if it is not there, or no such file."""
+    try:
+        with open_regular(path) as file:
+            return file.read(4096).decode().strip()
+    except (OSError, ValueError):
+        return ""

@@ -9,6 +9,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,10 @@ def write_folder(outgoing: Outgoing, folder: Path, fetch: Fetch, mesh: Mesh) -> 
     writes = mesh.world.rank == 0
     write = _write_adapters if outgoing.adapters else _write_model
     try:
-        each(mesh, lambda: write(outgoing, hidden, fetch, writes))
+        with ExitStack() as opened:
+            each(mesh, lambda: write(outgoing, hidden, fetch, writes, opened))
         first(mesh, lambda: _finish(outgoing, hidden, folder))
-    except CheckpointError:
+    except BaseException:  # a signal too: nothing half written stays behind
         if writes:
             shutil.rmtree(hidden, ignore_errors=True)
         raise
@@ -72,7 +74,7 @@ def _start(folder: Path) -> Path:
     return hidden
 
 
-def _write_model(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool) -> None:
+def _write_model(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool, opened: ExitStack) -> None:
     """Gathering goes on after rank 0 failed to write: the others are in it."""
     wanted = sources(outgoing.model)
     problem: Exception | None = None
@@ -85,6 +87,7 @@ def _write_model(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool) -
             for name, tensor in _published(plain, source.name, torch.empty(source.shape, device="meta")).items()
         ]
         shards = Shards(hidden, "model", entries, int(outgoing.most))
+        opened.callback(shards.leave)
     for source in wanted:
         parts = [fetch(name, torch.float32 if source.join else outgoing.dtype) for name in source.parts]
         if shards is None or plain is None or problem is not None:
@@ -102,13 +105,14 @@ def _write_model(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool) -
         _write_config(outgoing, hidden)
 
 
-def _write_adapters(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool) -> None:
+def _write_adapters(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool, opened: ExitStack) -> None:
     tensors = {name: fetch(name, outgoing.dtype) for name in outgoing.trained}
     if not writes:
         return
     state, config = adapter_state(outgoing.model, tensors)
     entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(state.items())]
     shards = Shards(hidden, "adapter_model", entries, sum(entry.bytes for entry in entries) + 1)
+    opened.callback(shards.leave)
     for entry in entries:
         shards.add(entry.name, state[entry.name])
     shards.close()
@@ -131,6 +135,7 @@ def empty_model(config: Any) -> nn.Module:
     """The model of a config, without numbers."""
     from transformers import AutoModelForCausalLM
 
+    config = copy.deepcopy(config)  # transformers writes the dtype into it
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..files import remove_halves
-from .files import LATEST, RUN, changed, published, run_of, step_of, touched, why_not
+from .files import LATEST, RUN, changed, published, read_manifest, run_of, step_of, touched, values, why_not
 
 log = logging.getLogger("ithaca")
 
@@ -20,7 +20,8 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
     """Delete old checkpoints: all but the newest `keep_last` and those whose step is a multiple of `keep_every`.
 
     Only good checkpoints count, so a damaged one never pushes a good one out; damaged ones are left for the eye. Good means:
-    complete, and no file touched since it was hashed on its way to the disk; one that was touched is read. -> deleted
+    complete, its numbers finite, and no file touched since it was hashed on its way to the disk; one that was touched is read, and
+    so is one of an older ithaca, which did not look at numbers. -> deleted
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} would delete the only way back; keep at least 1")
@@ -39,7 +40,12 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
 
 
 def _good(path: Path, run: str | None) -> bool:
-    problems = why_not(path, run) or changed(path, touched(path))
+    problems = why_not(path, run)
+    if not problems:
+        odd = touched(path)
+        problems = changed(path, odd)
+        if not problems and (odd or not read_manifest(path).get("finite")):
+            problems = values(path)
     if problems:
         log.warning("checkpoint %s is damaged and does not count as one to keep: %s", path, "; ".join(problems[:3]))
     return not problems

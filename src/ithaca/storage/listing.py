@@ -8,6 +8,8 @@ from typing import Any
 
 from .files import (
     CheckpointError,
+    Gone,
+    gone,
     named_latest,
     published,
     read_manifest,
@@ -69,21 +71,35 @@ def folder_of(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
+def describe_all(path: Path) -> list[About]:
+    """Those that `find` finds, and again if one is deleted meanwhile: by then its run has a newer one."""
+    while True:
+        try:
+            return [describe(each) for each in find(path)]
+        except Gone:
+            if step_of(path) is not None:
+                raise
+
+
 def describe(path: Path) -> About:
+    """Gone if it is deleted meanwhile."""
     run = run_of(path.parent)
     problems = why_not(path, run)
-    manifest, state = {}, {}
+    manifest, state, present, odd = {}, {}, [], []
     try:
+        present = [each.stat().st_size for each in path.iterdir() if each.is_file()]
         manifest = read_manifest(path)
         state = read_state(path)
-    except CheckpointError as error:
+        odd = touched(path)
+    except (CheckpointError, OSError) as error:
         problems = problems or [str(error)]
+    if problems and (missing := gone(path)):
+        raise missing
     world = state.get("world")
-    present = [each.stat().st_size for each in path.iterdir() if each.is_file()]
     return About(
         path=path,
         step=step_of(path) or 0,
-        state="damaged" if problems else "touched" if touched(path) else "as written",
+        state="damaged" if problems else "touched" if odd else "as written",
         problems=tuple(problems),
         latest=named_latest(path.parent) == path,
         time=manifest.get("time"),

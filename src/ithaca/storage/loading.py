@@ -1,7 +1,8 @@
 """Back from disk: `load` checks that a checkpoint is whole and fits the run, then writes into the run's own tensors.
 
-Of a folder of checkpoints the newest good one is taken: one that turns out to be damaged is passed over, loudly. One that does not
-fit, or that could run code, stops everything: an older one would not be what was asked for.
+Of a folder of checkpoints the newest good one is taken: one that turns out to be damaged, or not finite, is passed over, loudly.
+One that does not fit, or that could run code, stops everything: an older one would not be what was asked for. One that is deleted
+meanwhile is of a run that goes on, and has a newer one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,21 @@ from ..floors import require_floors
 from ..run import Run
 from . import rng
 from .dcp_errors import plainly
-from .files import CheckpointError, Damaged, changed, complete, damage, listed, published, read_state, step_of
+from .files import (
+    CheckpointError,
+    Damaged,
+    Gone,
+    changed,
+    complete,
+    damage,
+    gone,
+    listed,
+    published,
+    read_state,
+    step_of,
+)
 from .fingerprint import fingerprints
+from .finite import stored_not_finite
 from .low_bit import crossings, narrow, parts_of, widen
 from .ranks import each, first
 from .safe_metadata import SafeReader, read_metadata
@@ -52,8 +66,29 @@ def load(
     mesh = run.mesh
     require_floors("torch")
     each(mesh, lambda: reach("load"))
-    path = _good(Path(folder), run, check_hashes)
-    log.info("loading %s", path)
+    while True:
+        path = _good(Path(folder), run, check_hashes)
+        log.info("loading %s", path)
+        try:
+            return _load(path, run, optimizer)
+        except CheckpointError:
+            if not _deleted(path, Path(folder), run):
+                raise
+
+
+def _deleted(path: Path, asked: Path, run: Run) -> bool:
+    """After a checkpoint could not be read: whether its run, which goes on, has pruned it; then there is a newer one. Gone if this
+    one was asked for. Collective."""
+    missing = first(run.mesh, lambda: str(gone(path) or ""))
+    if missing and path == asked:
+        raise Gone(missing)
+    if missing and run.mesh.world.rank == 0:
+        log.warning("%s was deleted while it was read, by the run that it is of; going on with a newer one", path)
+    return bool(missing)
+
+
+def _load(path: Path, run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    mesh = run.mesh
 
     def refuse_if(what: str, find: Callable[[], list[str]], fix: str) -> None:
         each(mesh, lambda: _refuse(path, what, find(), fix))
@@ -96,14 +131,15 @@ def load(
         restore_numbers(optimizer, run, about)
     states = record["rng"]
     if len(states) == mesh.world.size:
-        rng.restore(states[mesh.world.rank], mesh.device)
+        each(mesh, lambda: _restore_random(path, states[mesh.world.rank], mesh.device))
     else:
         log.info("saved on %d ranks, resumed on %d: random states are seeded anew", len(states), mesh.world.size)
         rng.reseed(record["seed"], record["step"], mesh.world.rank)
-    return {"step": record["step"], **record["extra"]}
+    return {**record["extra"], "step": record["step"]}
 
 
 _ANOTHER = "use another checkpoint"
+_WITHOUT = "use another checkpoint, or move this one away to start without it"
 _SAME_MODEL = "build the model from the folder, with the settings (dtype, adapters), that the run was started with"
 _SAME_BASE = "load the base the adapters were trained on, in the same dtype"
 _SAME_OPTIMIZER = "make the optimizer as it was when saved, or load without one to start it afresh"
@@ -116,14 +152,17 @@ def _good(folder: Path, run: Run, check_hashes: bool) -> Path:
     for path, older in zip(candidates, [*candidates[1:], None], strict=True):
 
         def look(path: Path = path) -> None:
-            names = sorted(listed(path))[mesh.world.rank :: mesh.world.size] if check_hashes else []
-            _refuse(path, "is damaged", changed(path, names), _ANOTHER, Damaged)
+            names = sorted(listed(path))[mesh.world.rank :: mesh.world.size]
+            _refuse(path, "is damaged", changed(path, names if check_hashes else []), _ANOTHER, Damaged)
             read_state(path)
+            _refuse(path, "holds numbers that are not finite", stored_not_finite(path, names), _WITHOUT, Damaged)
 
         try:
             each(mesh, look)
             return path
         except Damaged as error:
+            if _deleted(path, folder, run):
+                return _good(folder, run, check_hashes)
             if older is None:
                 raise
             if mesh.world.rank == 0:
@@ -134,7 +173,10 @@ def _good(folder: Path, run: Run, check_hashes: bool) -> Path:
 def _candidates(folder: Path) -> list[Path]:
     """Newest first, names and sizes checked; at least one."""
     if step_of(folder) is not None or not folder.is_dir():
-        _refuse(folder, "is damaged", damage(folder), _ANOTHER, Damaged)
+        problems = damage(folder)
+        if problems and step_of(folder) is not None and (missing := gone(folder)):
+            raise missing
+        _refuse(folder, "is damaged", problems, _ANOTHER, Damaged)
         return [folder]
     found = complete(folder)
     if not found and (damaged := published(folder)):
@@ -154,6 +196,13 @@ def _refuse(
     if problems:
         more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
         raise kind(f"checkpoint {path} {what}: {'; '.join(problems[:5])}{more}. Fix: {fix}")
+
+
+def _restore_random(path: Path, states: dict[str, Any], device: torch.device) -> None:
+    try:
+        rng.restore(states, device)
+    except ValueError as error:
+        raise Damaged(f"checkpoint {path} is damaged: {error}. Fix: {_ANOTHER}") from None
 
 
 def _base_differences(model: dict[str, Any], base: dict[str, str]) -> list[str]:

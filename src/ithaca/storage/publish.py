@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.sizes import format_bytes
 from ..faults import reach
-from ..files import sync, write_atomically
+from ..files import naming, sync, write_atomically
 from .digest import BLOCK, joined
 from .files import FORMAT, LATEST, MANIFEST, RUN, CheckpointError, NotWritten, run_of, verify
 
@@ -61,7 +62,7 @@ def start(folder: Path, step: int, need: int) -> Draft:
         free = shutil.disk_usage(folder).free
         if free < need:
             raise NotWritten(
-                f"not enough disk for a checkpoint in {folder}: it needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+                f"not enough disk for a checkpoint in {folder}: it needs {format_bytes(need)}, {format_bytes(free)} are free; "
                 "free some space, or keep fewer checkpoints (checkpoint.keep_last)"
             )
         draft = Draft(folder / f".step-{step}.{save}.tmp", step, _claim(folder), save)
@@ -84,8 +85,12 @@ def publish(draft: Draft, files: Mapping[str, Mapping[str, Any]]) -> Path:
     hidden, target = draft.hidden, draft.target
     folder = hidden.parent
     present = {path.name for path in hidden.iterdir()}
-    if present != set(files):
-        raise CheckpointError(f"{hidden} holds {sorted(present ^ set(files))[:3]} unexpectedly; it was not published")
+    if missing := sorted(set(files) - present):
+        raise NotWritten(
+            f"{hidden} has lost {', '.join(missing[:3])} while it was written: did somebody delete files there?"
+        )
+    if odd := sorted(present - set(files)):
+        raise CheckpointError(f"{hidden} holds {', '.join(odd[:3])}, which was not written there; it was not published")
     reach("save.before_manifest", draft.step)
     manifest = {
         "format": FORMAT,
@@ -94,6 +99,7 @@ def publish(draft: Draft, files: Mapping[str, Mapping[str, Any]]) -> Path:
         "step": draft.step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "block": BLOCK,
+        "finite": True,  # `save` has looked at every number; whoever cleans up need not (keep.py)
         "files": {name: dict(files[name]) for name in sorted(files)},
     }
     write_json(hidden / MANIFEST, manifest)
@@ -125,7 +131,7 @@ def _point_to(target: Path) -> None:
 def write_json(path: Path, value: Any) -> dict[str, Any]:
     """Write and flush. -> the file's entry for the manifest"""
     data = (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

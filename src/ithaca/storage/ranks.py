@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..mesh import Mesh
-from .files import CheckpointError, Damaged, NotWritten
+from .files import CheckpointError, Damaged, Gone, NotFiniteValues, NotWritten
 
 log = logging.getLogger("ithaca")
 Result = TypeVar("Result")
 Problem = tuple[str, str]  # kind of the error, and its words: exceptions themselves do not travel well
-_KINDS = {kind.__name__: kind for kind in (CheckpointError, Damaged, NotWritten)}
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, Damaged, Gone, NotFiniteValues, NotWritten)}
 
 
 def gather(mesh: Mesh, value: Any) -> list[Any]:

@@ -36,6 +36,14 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
+    """ValueError if these are no states: they come from a file."""
+    try:
+        _restore(states, device)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the random states cannot be restored: {error}") from None
+
+
+def _restore(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(_tensor(states["torch"]))
     version, numbers, gauss = states["python"]
     values = numpy.frombuffer(base64.b64decode(numbers), dtype="<u8")

@@ -12,7 +12,7 @@ none, so any is refused. File names in the records must be files of this checkpo
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +78,11 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._safe.storage_meta = self._safe.storage_meta or StorageMeta()
         return self._safe
+
+    def pieces(self, files: Collection[str]) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """What lies in these files, one by one: name of the tensor, the part of it, its bytes in the file."""
+        for index, info in (self._safe.storage_data or {}).items():
+            if info.relative_path in files:
+                with open(Path(self.path) / info.relative_path, "rb") as file:
+                    part = torch.load(self._slice_file(file, info), map_location="cpu", weights_only=True)
+                yield index.fqn, part, info.length

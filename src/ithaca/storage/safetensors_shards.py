@@ -2,7 +2,7 @@
 
 `safetensors.save_file` wants all tensors of a file in memory, and copies them to bytes first: 10 GB for a file of 5. But the format
 is plain: the length of a header, the header as JSON with dtype, shape and place of each tensor, then their bytes in order. Names
-and shapes are known beforehand, so the header can go first and the tensors follow, one by one.
+and shapes are known beforehand, so the header can go first and the tensors follow, one by one. One that is not finite is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +18,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from ..files import naming
+from .files import NotFiniteValues
+from .finite import not_finite, words
+
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+_HINTS = (
+    "in the dtype of the export, which holds less than float32; export in float32 (--dtype fp32)",
+    "though its parts are: adapters too large to be added in; export them apart (--no-merge)",
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,12 @@ class Shards:
         assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype), (
             f"{name} is not {entry}"
         )
+        if not_finite({name: tensor}):
+            self._finish()
+            raise NotFiniteValues(f"{words(name, tensor)} {_HINTS[entry.dtype == torch.float32]}; nothing was exported")
         assert self._file is not None
-        self._file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore
+        with naming(self.folder):
+            self._file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore
 
     def close(self) -> None:
         """All entries must have come."""
@@ -94,7 +108,14 @@ class Shards:
 
     def _finish(self) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with naming(self.folder):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            self.leave()
+
+    def leave(self) -> None:
+        """Close what is open; if not all has come, it is of no use."""
+        if self._file is not None:
+            with suppress(OSError):  # what is left in its buffer does not fit either
+                self._file.close()
             self._file = None

@@ -12,6 +12,7 @@ Tensors are the run's own, sharded as they are; loading writes into them, so not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..run import Run
-from .files import CheckpointError
+from .files import CheckpointError, NotFiniteValues
 from .low_bit import fits, is_packed, layout_of, take_apart, wide_copy
 from .ranks import each, gather
 
@@ -125,9 +126,11 @@ def _local(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> 
 def _plain(key: str, value: Any) -> Any:
     """As JSON has it."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
+        value = value.item()
     if isinstance(value, list | tuple):
         return [_plain(key, each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NotFiniteValues(f"optimizer.{key} is {value}")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(f"the optimizer's {key} is a {type(value).__name__}, which has no place in a checkpoint")
@@ -191,7 +194,23 @@ def group_differences(optimizer: torch.optim.Optimizer, run: Run, about: dict[st
     elif now != saved:
         odd = next((a, b) for one, two in zip(saved, now, strict=True) for a, b in zip(one, two, strict=True) if a != b)
         found.append(f"the optimizer's groups had {odd[0]} where they have {odd[1]}")
+    else:
+        found += [
+            f"the optimizer's {key} was {value!r:.60} and is {group[key]!r:.60}"
+            for group, was in zip(optimizer.param_groups, about["groups"], strict=True)
+            for key, value in was["options"].items()
+            if key in group and not _alike(group[key], value)
+        ]
     return found
+
+
+def _alike(now: Any, value: Any) -> bool:
+    """Whether an option from a file can take the place of one: a number of a number, as many of as many."""
+    if isinstance(now, tuple | list):
+        return isinstance(value, list) and len(value) == len(now) and all(map(_alike, now, value))
+    if isinstance(now, Tensor | int | float) and not isinstance(now, bool):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return now is None or value is None or type(now) is type(value)
 
 
 def differences(tensors: Tensors, metadata: Metadata, prefix: str, except_for: Set[str] = frozenset()) -> list[str]:

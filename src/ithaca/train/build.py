@@ -7,8 +7,8 @@ the model's config before it is built, so that an export carries them and infere
 
 from __future__ import annotations
 
-import importlib.util
 import logging
+import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -19,12 +19,16 @@ import torch
 from torch import nn
 
 from ..activations.host import available_memory
-from ..config.schema import Config, Lora, Model
+from ..attention.choice import kernels_here
+from ..config.schema import LINEARS, Config, Lora, Model
+from ..launch.environment import find_job
 from ..launch.exits import MEMORY
 from ..model.config import read_config
+from ..model.weights import cast_parameters
 from ..parallelize import prepare
+from ..planner.config import requested
 from ..planner.hardware import GPUS, Gpu, Hardware
-from ..planner.model import sizes_of
+from ..planner.model import extension, sizes_of
 from ..planner.plan import Plan
 from ..planner.search import plan
 from ..planner.words import describe
@@ -97,11 +101,9 @@ def _check_rope(options: Model, config: Any) -> None:
 
 
 def _too_long(context: int, longest: int) -> str:
-    factor = -(-context // longest)
     return (
         f"data.context={context:,} is longer than the {longest:,} positions the model was made for; extend it, for example with "
-        f"--model.rope.rope_type yarn --model.rope.factor {factor} --model.rope.original_max_position_embeddings {longest}, "
-        "or with a larger --model.rope.rope_theta; or lower data.context"
+        f"{extension(context, longest)}; or lower data.context"
     )
 
 
@@ -113,11 +115,11 @@ def build_model(options: Model, config: Any, seed: int) -> tuple[nn.Module, Path
     words.disable_progress_bar()  # the run has a display of its own
     build = AutoModelForCausalLM.from_config
     torch.manual_seed(seed)  # the same weights on every rank
-    if options.random_init or is_preset(options):
-        model = build(config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
-        return (with_lora(model, options.lora, seed) if options.lora else model), None
     # a frozen LoRA base stays in the compute dtype; what is trained gets fp32 masters
     dtype = DTYPES[options.dtype] if options.lora else torch.float32
+    if options.random_init or is_preset(options):
+        model = build(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
+        return (with_lora(model, options.lora, seed) if options.lora else model), None
     with torch.device("meta"):
         model = build(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
         model = with_lora(model, options.lora, seed) if options.lora else model
@@ -135,7 +137,18 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
         r=options.rank, lora_alpha=alpha, lora_dropout=options.dropout, target_modules=list(options.targets),
         task_type="CAUSAL_LM",
     )  # fmt: skip
+    linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is nn.Linear})
     wrapped: Any = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+    names = [name for name, module in wrapped.named_modules() if hasattr(module, "lora_A")]
+    # PEFT is content where one of them is there
+    missing = [target for target in options.targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    if missing and options.targets != LINEARS:
+        raise ValueError(
+            f"model.lora.targets names {', '.join(missing)}, which this model does not have; its linear layers are "
+            f"{', '.join(linears)}"
+        )
+    if missing:  # nobody asked for these: experts have no linear layers
+        log.warning("model.lora: this model has no linear layer called %s, so no adapter there", ", ".join(missing))
     return wrapped
 
 
@@ -143,7 +156,7 @@ def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run
     model, weights = build_model(config.model, hf, config.train.seed)
     dtype = DTYPES[config.model.dtype]
     if not stack.shard_parameters and weights is None:
-        model = model.to(dtype)
+        model = cast_parameters(model, dtype)
     return prepare(
         model, stack, device=device, dtype=dtype, weights=weights, scratch=config.stack.scratch,
         offload_parameters=config.train.offload_optimizer, seed=config.train.seed + 1,
@@ -163,18 +176,14 @@ def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -
 
 
 def planned(config: Config, hf: Any, world: int, device: torch.device, stack: Stack | None = None) -> Plan:
-    """The plan of a run on the GPUs it has; with a stack, of that stack."""
-    optimizer = "adamw" if config.train.optimizer == "adamw" else "adamw8bit"
-    return plan(
-        sizes_of(hf.to_dict(), Path(config.model.folder).name),
-        gpus=hardware_here(config, world, device),
-        context=config.data.context,
-        rows=max(1, config.train.rows // config.train.accumulation),
-        optimizer=optimizer,
-        lora=0 if config.model.lora is None else config.model.lora.rank,
-        kernel=best_kernel(device),
-        stack=stack,
-    )
+    """The plan of a run on the GPUs it has, with the kernels it will take; with a stack, of that stack."""
+    sizes = sizes_of(hf.to_dict(), model_name(config.model))
+    kinds = {window is not None for window in sizes.windows}
+    wanted = "auto" if stack is None else stack.attention
+    probed = kernels_here(wanted, device, DTYPES[config.model.dtype], sizes.head_dim, kinds)
+    hardware = hardware_here(config, world, device)
+    hardware = replace(hardware, gpu=replace(hardware.gpu, probed=probed))
+    return plan(sizes, gpus=hardware, stack=stack, **requested(config))
 
 
 def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
@@ -183,7 +192,7 @@ def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
     return Hardware(
         gpu_here(device, config.launch.gpu_memory),
         world,
-        per_node=max(1, torch.cuda.device_count()),
+        per_node=job.local_world if (job := find_job(os.environ)) else max(1, torch.cuda.device_count()),
         host=available_memory(),
         disk=shutil.disk_usage(scratch).free if scratch.is_dir() else None,
     )
@@ -197,13 +206,7 @@ def gpu_here(device: torch.device, limit: int | None = None) -> Gpu:
     if known is None:
         known = replace(GPUS["h100" if found.major >= 9 else "a100"], name=found.name, measured=False)
     memory = found.total_memory if limit is None else min(limit, found.total_memory)
-    return replace(known, memory=memory, label=round(memory / 1e9))
-
-
-def best_kernel(device: torch.device) -> str:
-    if torch.cuda.get_device_capability(device)[0] < 9:
-        return "flash"
-    return "fa4" if importlib.util.find_spec("flash_attn") is not None else "cudnn"
+    return replace(known, memory=memory, label=round(memory / 1e9), processors=found.multi_processor_count)
 
 
 def simple_stack(context: int, hf: Any, world: int) -> Stack:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import remove_halves, write_atomically
+from ..fields import COUNT, TEXT, OrNull, one_of, shown, wrong
+from ..files import read_json, remove_halves, write_atomically
 
 CONTRACT = 1
 """Version of the layout; in every status.json."""
@@ -31,6 +32,11 @@ log = logging.getLogger("ithaca")
 
 STATES = ("starting", "running", "saving", "restarting", "stopped", "finished", "failed")
 _ENDED = ("restarting", "stopped", "finished", "failed")
+_STATUS = {
+    "state": one_of(*STATES),
+    **{f"{name}?": OrNull(TEXT) for name in ("time", "host", "checkpoint", "cause", "resume")},
+    **{f"{name}?": OrNull(COUNT) for name in ("pid", "step", "steps", "attempts", "exit_code")},
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a line."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def checked(self) -> Path:
+        """Packed files whose SHA-256 was right, with their sizes and times: a resume does not read them again."""
+        return self.path / "checked.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -113,6 +124,19 @@ class RunFolder:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise ValueError(f"{self.path} cannot be written; choose another run.folder, or change its permissions")
 
+    def check(self) -> None:
+        """ValueError for what `create` and `claim` would refuse; makes nothing."""
+        near = next(each for each in (self.path, *self.path.absolute().parents) if os.path.lexists(each))
+        if not near.is_dir():
+            raise ValueError(f"{near} cannot be a folder: a file is in the way; choose another run.folder")
+        for each in (near, *([self.logs] if self.logs.exists() else [])):
+            if not os.access(each, os.W_OK | os.X_OK):
+                raise ValueError(f"{each} cannot be written; choose another run.folder, or change its permissions")
+        holder = self.holder()
+        if holder is not None:
+            raise ValueError(_in_use(self.path, holder))
+        self.read_status()
+
     @contextmanager
     def claim(self) -> Iterator[int]:
         """Hold the folder for one run. ValueError with host and pid if another run has it. -> the open lock: a process that
@@ -123,7 +147,7 @@ class RunFolder:
             try:
                 _lock(file)
             except BlockingIOError:
-                raise ValueError(_in_use(self.path, file)) from None
+                raise ValueError(_in_use(self.path, _read_holder(file))) from None
             except OSError as error:
                 raise ValueError(
                     f"{self.path} cannot be locked ({error.strerror}); put run.folder on a file system with locks"
@@ -140,7 +164,7 @@ class RunFolder:
 
     def _sweep(self) -> None:
         """Remove what processes left that were killed while they replaced a file. With the folder held, nobody is at it."""
-        for path in (self.config, self.plan, self.status, self.evaluations / "step-*.json"):
+        for path in (self.config, self.plan, self.status, self.checked, self.evaluations / "step-*.json"):
             remove_halves(path)
 
     def holder(self) -> dict[str, Any] | None:
@@ -177,17 +201,19 @@ class RunFolder:
     def read_status(self) -> dict[str, Any] | None:
         """The last status, or None if there is none yet."""
         try:
-            found = json.loads(self.status.read_text(encoding="utf-8"))
+            found = read_json(self.status, 1 << 20)
         except FileNotFoundError:
             return None
-        except ValueError:
-            raise ValueError(f"{self.status} is not JSON; it was not written by ithaca: move it away") from None
-        if not isinstance(found, dict) or found.get("contract") != CONTRACT:
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{error}; it was not written by ithaca: move it away") from None
+        if not isinstance(found, dict) or type(found.get("contract")) is not int or found["contract"] != CONTRACT:
             version = found.get("contract") if isinstance(found, dict) else None
             raise ValueError(
-                f"{self.status} has contract version {version}, this ithaca knows {CONTRACT}; use the ithaca that made the "
+                f"{self.status} has contract version {shown(version)}, this ithaca knows {CONTRACT}; use the ithaca that made the "
                 "folder, or another run.folder"
             )
+        if problem := wrong(found, _STATUS):
+            raise ValueError(f"{self.status}: {problem}; it was not written by ithaca: move it away")
         return found
 
 
@@ -205,8 +231,7 @@ def _lock(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _in_use(path: Path, file: int) -> str:
-    holder = _read_holder(file)
+def _in_use(path: Path, holder: dict[str, Any]) -> str:
     who = "another process"
     if holder:
         who = f"pid {holder.get('pid')} on {holder.get('host')} (started {holder.get('started')})"

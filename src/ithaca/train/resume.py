@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from ..config.nodes import load_plain
 from ..config.schema import Config
+from ..fields import COUNT, OBJECT, TEXT, wrong
 from ..launch.exits import CHECKPOINT, CONFIG, DATA
 from ..run import Run
-from ..stack import Stack
 from ..storage import checkpoint as checkpoints
 from ..storage.files import read_state
 from ..storage.ranks import first
@@ -28,6 +28,7 @@ from .ends import Failed
 
 log = logging.getLogger("ithaca")
 
+_EXTRA = {"samples": COUNT, "tokens": COUNT, "config?": TEXT, "data?": OBJECT}
 _SAID = ("train",)
 _GUARDED = ("data", "model")
 _HARMLESS = ("model.trust_remote_code", "model.lora.merge_on_export")
@@ -62,25 +63,10 @@ def resume(
         extra = checkpoints.load(folder, run, optimizer)
     except ValueError as error:
         raise Failed(CHECKPOINT, str(error)) from error
-    step, rows = extra["step"], config.train.rows
-    found = f"step-{step}"
-    if extra["samples"] != step * rows:
-        raise Failed(
-            CHECKPOINT,
-            f"{found} was made with train.rows={extra['samples'] // max(step, 1)}, this run has {rows}: samples would be skipped "
-            "or repeated; keep train.rows, or start in another run.folder",
-        )
-    other = sorted(name for name, was in extra.get("data", {}).items() if contents.get(name, was) != was)
-    if other:
-        raise Failed(
-            DATA,
-            f"{', '.join(other)} holds other data than {found} was trained on, so rows would be skipped or repeated; bring back "
-            "the data that was packed then, or start in another run.folder",
-        )
-    problem, lines = compare(read_state(folder / found), text, run.stack, run.mesh.world.size)
-    if problem is not None and not allow_change:
-        raise Failed(CONFIG, problem)
-    return Resumed(found, step, extra["tokens"], lines)
+    state = read_state(folder / f"step-{extra['step']}")
+    lines = check_same(state, config, text, contents=contents, allow_change=allow_change)
+    moved = topology(state["world"], {"size": run.mesh.world.size, "stack": asdict(run.stack)}, extra["samples"])
+    return Resumed(f"step-{extra['step']}", extra["step"], extra["tokens"], [*lines, *([moved] if moved else [])])
 
 
 def _swept(folder: Path) -> bool:
@@ -90,20 +76,37 @@ def _swept(folder: Path) -> bool:
     return bool(checkpoints.published(folder))
 
 
-def compare(state: dict[str, Any], text: str, stack: Stack, world: int) -> tuple[str | None, list[str]]:
-    """state: a checkpoint's state.json; text: the config now. -> (what needs a yes, or None; lines to say)"""
-    extra, lines = state["extra"], []
-    said, refused = changes(extra.get("config") or text, text, state["step"])
-    if said or refused:
-        lines.append(f"changed since step {state['step']}: " + ", ".join([*refused, *said]))
-    moved = topology(state["world"], {"size": world, "stack": asdict(stack)}, extra["samples"])
-    return refusal(state["step"], refused) if refused else None, [*lines, *([moved] if moved else [])]
+def check_same(
+    state: dict[str, Any], config: Config, text: str, *, contents: Mapping[str, Any], allow_change: bool
+) -> list[str]:
+    """Failed if this is not the run that a checkpoint is of. state: its state.json; text: the config now; contents: what the data
+    is, as far as it is known. -> what has changed, to be said"""
+    extra, step, rows = state["extra"], state["step"], config.train.rows
+    if problem := wrong(extra, _EXTRA):
+        raise Failed(CHECKPOINT, f"step-{step} is of no run that goes on: extra.{problem}; start in another run.folder")
+    if extra["samples"] != step * rows:
+        raise Failed(
+            CHECKPOINT,
+            f"step-{step} was made with train.rows={extra['samples'] // max(step, 1)}, this run has {rows}: samples would be "
+            "skipped or repeated; keep train.rows, or start in another run.folder",
+        )
+    other = sorted(name for name, was in extra.get("data", {}).items() if contents.get(name, was) != was)
+    if other:
+        raise Failed(
+            DATA,
+            f"{', '.join(other)} holds other data than step-{step} was trained on, so rows would be skipped or repeated; bring "
+            "back the data that was packed then, or start in another run.folder",
+        )
+    said, refused = changes(extra.get("config") or text, text, step)
+    if refused and not allow_change:
+        raise Failed(CONFIG, refusal(step, refused))
+    return [f"changed since step {step}: " + ", ".join([*refused, *said])] if said or refused else []
 
 
 def changes(before: str, now: str, step: int) -> tuple[list[str], list[str]]:
     """Of two configs as text, the first of which was trained to `step`: (changes to mention, changes to refuse), each as
     `train.lr 1e-05 → 3e-05`."""
-    configs = [yaml.safe_load(each) for each in (before, now)]
+    configs = [load_plain(each, "the config of the checkpoint") for each in (before, now)]
     begun = _begun(configs[0].get("phases") or [], step)
     if all(each.get("phases") for each in configs):
         for each in configs:  # the longest of them, and no setting of its own

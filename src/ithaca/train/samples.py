@@ -8,8 +8,11 @@ While a step computes, a thread reads the next one: a rank's slice of a row of m
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,17 @@ from ..data.folder import Packed
 from ..data.needles import Needles
 from ..data.pack import pack
 from ..data.recall import Recall
-from ..data.report import plan_words
-from ..data.rows import Stream, open_rows
+from ..data.report import plan_words, summary
+from ..data.rows import Rows, Stream, open_rows
 from ..data.source import sources_of
 from ..data.tokenizer import check_tokenizer, load_tokenizer
+from ..files import read_json, write_atomically
 from ..run import Run
 from .build import model_config
+from .folder import RunFolder
 
 SYNTHETIC = {"recall": Recall, "needles": Needles}
+_OFTEN = 10.0  # seconds between lines about reading
 
 
 def packed_folder(config: Config) -> Path:
@@ -40,17 +46,45 @@ def _from_files(sources: tuple[Source, ...]) -> list[Source]:
 
 
 def pack_sources(config: Config, say: Callable[[str], None]) -> None:
-    """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of the documents."""
-    files, folder = _from_files(config.data.sources), packed_folder(config)
+    """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of files and documents."""
+    files, folder, data = _from_files(config.data.sources), packed_folder(config), config.data
     if files:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        pack(sources_of(files), folder, eos=config.data.eos, say=say, **encoding(config))
-    found = _open(config)
-    tokenizer = config.data.tokenizer or config.model.folder
+        more: dict[str, Any] = {"eos": data.eos, "special_tokens": data.special_tokens, **encoding(config)}
+        packed = pack(sources_of(files), folder, say=say, **more)
+    else:
+        packed = Packed(folder)
+    say("\n".join(summary(packed)))
+    check_files(packed, RunFolder(config.run.folder).checked, say)
+    tokenizer = data.tokenizer or config.model.folder
     if (Path(tokenizer) / "tokenizer.json").is_file():
-        check_tokenizer(found[0].packed, load_tokenizer(tokenizer), tokenizer)
-    for rows in found:
-        say("\n".join(plan_words(rows.name, config.data.context, rows.plan.counts, config.data.long_documents)))
+        check_tokenizer(packed, load_tokenizer(tokenizer), tokenizer)
+    for rows in _rows(config, packed):
+        say("\n".join(plan_words(rows.name, data.context, rows.plan.counts, data.long_documents)))
+
+
+def check_files(packed: Packed, remembered: Path, say: Callable[[str], None]) -> None:
+    """Compare the SHA-256 of all packed files with the manifest, once: what was right is remembered with size and time."""
+    key, known = str(packed.folder.resolve()), {}
+    with suppress(OSError, ValueError):
+        known = read_json(remembered)
+    known = known if isinstance(known, dict) else {}
+    seen = known.get(key)
+    total = sum(about["bytes"] for about in packed.manifest["files"].values())
+    done, told = 0, time.monotonic()
+
+    def progress(size: int) -> None:
+        nonlocal done, told
+        done += size
+        if time.monotonic() - told > _OFTEN:
+            told = time.monotonic()
+            say(f"checking {packed.folder}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+
+    now = packed.verify(seen if isinstance(seen, dict) else None, progress)
+    if now != seen:
+        with suppress(OSError):  # then they are read again next time
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(remembered, json.dumps({**known, key: now}, indent=1) + "\n")
 
 
 def encoding(config: Config) -> dict[str, Any]:
@@ -62,9 +96,8 @@ def encoding(config: Config) -> dict[str, Any]:
     return {"tokenizer": tokenizer}
 
 
-def _open(config: Config) -> list:
+def _rows(config: Config, packed: Packed) -> list[Rows]:
     data = config.data
-    packed = Packed(packed_folder(config))
     return open_rows(packed, data.context, long_documents=data.long_documents, seed=data.seed)
 
 
@@ -74,7 +107,7 @@ def open_stream(config: Config, vocabulary: int) -> Stream:
     sources, weights = [], []
     files = _from_files(data.sources)
     if files or data.packed:
-        rows = _open(config)
+        rows = _rows(config, Packed(packed_folder(config)))
         rows[0].packed.check_vocabulary(vocabulary)
         sources += rows
         # a packed folder that is given without its sources has nothing to weigh them by

@@ -1,7 +1,8 @@
 """The checkpoints of a run: begun, published, counted, and what happens if one cannot be written.
 
 A save that fails because of the disk does not end the run: older checkpoints stand, training goes on, and the next one is due at
-its time. At the end of a run, or after `checkpoint.failures` in a row, it does.
+its time. At the end of a run, or after `checkpoint.failures` in a row, it does. Weights or states that are not finite are not
+saved, and end the run at once: whatever came after them would be lost too.
 
 How long one takes is measured, because it decides whether a signal leaves enough time: a scheduler that kills 30 s after its
 signal needs the rest of a step and a save to fit into that.
@@ -9,6 +10,7 @@ signal needs the rest of a step and a save to fit into that.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -17,12 +19,13 @@ from typing import Any
 import torch
 
 from ..config.schema import Config
-from ..launch.exits import CHECKPOINT
+from ..launch.exits import CHECKPOINT, NOT_FINITE
 from ..observe.metrics import Metrics
 from ..run import Run
 from ..storage import checkpoint as checkpoints
 from ..storage.checkpoint import prune
-from ..storage.ranks import first
+from ..storage.finite import require_finite
+from ..storage.ranks import each, first
 from .ends import Failed
 from .folder import RunFolder
 
@@ -85,6 +88,9 @@ class Saver:
             )
         except checkpoints.NotWritten as error:
             return self._forgive(error, step, needed)
+        except checkpoints.NotFiniteValues as error:
+            self.metrics.event("save_failed", at_step=step, cause=str(error))
+            raise self._lost(f"step {step} was not saved: {error}") from error
         future = self.pending._future
         if future is not None:
             future.add_done_callback(lambda _: self._written())
@@ -114,11 +120,40 @@ class Saver:
     def _named(self, name: str) -> str:
         return f"{self.folder.checkpoints.name}/{name}"
 
+    def check(self, step: int, record: dict[str, Any]) -> None:
+        """Before the record of an evaluation is published: Failed if it, or a weight, is not finite. Collective."""
+        weights = dict(self.run.model.named_parameters())
+        try:
+            each(self.run.mesh, lambda: require_finite(weights))
+        except checkpoints.NotFiniteValues as error:
+            raise self._lost(f"step {step} cannot be evaluated: {error}") from error
+        try:
+            json.dumps(record, allow_nan=False)
+        except ValueError:  # on every rank: they have the same record
+            loss = f" (loss {record['held_out']['loss']})" if "held_out" in record else ""
+            raise self._lost(f"step {step}: what the evaluation found is not finite{loss}") from None
+
+    def _lost(self, what: str) -> Failed:
+        self.finish()
+        return Failed(NOT_FINITE, f"{what}. {self.way_back()}")
+
+    def way_back(self) -> str:
+        """After numbers that are not finite: what is on disk, and how to go on."""
+        change = "Lower train.lr or train.clip, or raise train.eps"
+        if self.newest is None:
+            return f"There is no checkpoint yet. {change}; the same command then starts from the beginning"
+        return (
+            f"Last good checkpoint (every number in it is finite): {self.newest}. {change}; the same command then goes on from it, "
+            "or from an older one if you move it away"
+        )
+
     def _forgive(self, error: checkpoints.NotWritten, step: int, needed: bool) -> None:
         """A save has failed: a warning; or Failed, if it was needed or one too many."""
         self._failed += 1
         self.metrics.event("save_failed", at_step=step, cause=str(error))
         most, kept = self.options.failures, self.newest or "no checkpoint yet"
+        if self.newest is not None and not (self.folder.path / self.newest).is_dir():
+            kept = f"none ({self.newest} was deleted)"
         if needed or self._failed >= most:
             raise Failed(
                 CHECKPOINT,

@@ -1,4 +1,8 @@
-"""One optimizer step: micro-batches, gradient, its norm, the update. Nothing is updated by a number that is not finite."""
+"""One optimizer step: micro-batches, gradient, its norm, the update. Nothing is updated by a number that is not finite.
+
+The update itself can still make a weight that is not: with a learning rate that is too large, say. That is found when it is to be
+saved (storage/finite.py), or by the loss of the next step.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from ..config.schema import Train
 from ..files import write_atomically
 from ..launch.exits import NOT_FINITE
 from ..run import Run
+from ..storage.finite import not_finite
 from .ends import Failed
 from .optim import clip, global_norm, gradients, learning_rate, set_learning_rate
 
@@ -26,7 +31,7 @@ log = logging.getLogger("ithaca")
 
 
 class NotFinite(Failed):
-    """A loss or gradient is NaN or infinite; the weights were not touched.
+    """A loss or gradient is NaN or infinite; this step touched no weight.
 
     ranks: whose part of the loss it was; none if only gradients are not finite."""
 
@@ -34,9 +39,10 @@ class NotFinite(Failed):
         super().__init__(NOT_FINITE, text)
         self.step, self.samples, self.ranks = step, samples, ranks
 
-    def write(self, path: Path, documents: Callable[[int], Iterable[int]], first: bool) -> None:
-        """What was trained on: rank 0 writes it down, all say where. documents: their lengths in a row."""
-        self.args = (f"{self} (documents of these rows: {path})",)
+    def write(self, path: Path, documents: Callable[[int], Iterable[int]], first: bool, saved: str) -> None:
+        """What was trained on: rank 0 writes it down, all say where. documents: their lengths in a row. saved: what is on disk, and
+        how to go on."""
+        self.args = (f"{self} (documents of these rows: {path}). {saved}",)
         if not first:
             return
         rows = [{"row": row, "documents": list(documents(row))} for row in self.samples]
@@ -90,23 +96,30 @@ def _finite(number: float) -> bool:
 def _refuse(run: Run, grads: list[Tensor], loss: float, norm: float, sound: Tensor, step: int, samples: range) -> None:
     """Every rank comes here: loss and norm are the same on all of them."""
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    bad = torch.tensor([sum(int((~g.isfinite()).sum()) for g in local), int(not sound)], device=run.mesh.device)
+    weights = not_finite(dict(run.model.named_parameters()))
+    bad = torch.tensor(
+        [sum(int((~g.isfinite()).sum()) for g in local), int(not sound), len(weights)], device=run.mesh.device
+    )
     found = [torch.zeros_like(bad) for _ in range(run.mesh.world.size)]
     if run.mesh.world.size > 1:
         dist.all_gather(found, bad)
     else:
         found = [bad]
-    counts, origin = ([int(each[i]) for each in found] for i in range(2))
-    of_loss = tuple(rank for rank, broken in enumerate(origin) if broken)
+    counts, origin, broken = ([int(each[i]) for each in found] for i in range(3))
+    of_loss = tuple(rank for rank, guilty in enumerate(origin) if guilty)
     ranks = tuple(rank for rank, count in enumerate(counts) if count)
     named = [name for name, p in run.model.named_parameters() if p.grad is not None and _has_bad(p.grad)]
     where = f" (of {_ranks(of_loss)})" if of_loss and run.mesh.world.size > 1 else ""
     bad_gradients = f"; {sum(counts):,} gradients on {_ranks(ranks)}" if ranks else ""
     bad_gradients += f", first in {named[0]}" if named else ""
+    state = "The weights were not touched; look at these rows"
+    if any(broken):
+        first = f", first in {weights[0]}" if weights else ""
+        on = _ranks(tuple(rank for rank, count in enumerate(broken) if count))
+        state = f"The weights were not finite before this step (on {on}{first}): by an earlier update, or as they were loaded"
     raise NotFinite(
         f"step {step + 1}: loss {loss}{where}, gradient norm {norm}{bad_gradients}. Rows {samples.start} to "
-        f"{samples.stop - 1} of the data. The weights were not touched: the last checkpoint is good. Look at these "
-        "rows, or lower train.lr or train.clip",
+        f"{samples.stop - 1} of the data. {state}",
         step + 1,
         samples,
         of_loss,

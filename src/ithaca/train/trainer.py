@@ -160,14 +160,13 @@ class Trainer:
             write_atomically(self.folder.config, self.text)
             if self.plan is not None:
                 write_atomically(self.folder.plan, json.dumps(self.plan.json(), indent=1) + "\n")
-        self.display.say(headline(self._facts(stream, resumed and resumed.name)))
-        for line in resumed.lines if resumed else ():
-            self.display.say(line)
+        facts = self._facts(stream, resumed and resumed.name)
+        self.display.say("\n".join([headline(facts), *(resumed.lines if resumed else ())]))
         metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name)
         with metrics:
-            metrics.event("resume" if resumed else "start", from_step=self.step)
+            metrics.event("resume" if resumed else "start", from_step=self.step, attention=facts.kernel)
             self.saver = Saver(config, self.folder, run, self.optimizer, metrics, resumed and resumed.name)
-            planned = from_first(lambda: self.plan and self.plan.speed.seconds * config.train.accumulation, self.device)
+            planned = from_first(lambda: self.plan and self.plan.speed.seconds, self.device)
             if planned is not None:
                 pulse.expect(planned)
             self.stop.early = False
@@ -178,6 +177,7 @@ class Trainer:
         where = self.saver.newest or "nowhere: it had nothing new"
         if self.stopping is not None:
             self._status("stopped", cause=self.stopping, exit_code=STOPPED)
+            self.display.ended("stopped", self.step)
             self.display.say(
                 f"stopped after step {self.step} by {self.stopping}; saved: {where}. The same command goes on"
             )
@@ -186,6 +186,7 @@ class Trainer:
             self._status("running")
             return 0
         self._status("finished", exit_code=0)
+        self.display.ended("finished", self.step)
         self.display.say(
             f"finished {self.step:,} steps; checkpoint: {where}\n  export: ithaca export {self.folder.path} OUT"
             f"{self._report()}"
@@ -197,7 +198,7 @@ class Trainer:
         if self.rank != 0:
             return ""
         try:
-            page = write_report(self.folder.report / "index.html", run=self.folder.path)
+            page = write_report(run=self.folder.path)
         except (OSError, ValueError) as error:
             log.warning("no report was written: %s", error)
             return ""
@@ -224,13 +225,13 @@ class Trainer:
                 done = train_step(self.model, self.optimizer, batches, train, self.step, samples)
             except NotFinite as error:  # on every rank: what is being written is good, and will be wanted
                 saver.finish()
-                error.write(self.folder.bad_batch, self.loader.stream.documents, self.rank == 0)
+                error.write(self.folder.bad_batch, self.loader.stream.documents, self.rank == 0, saver.way_back())
                 raise
             seconds = timer.end()
             self.step += 1
             self.tokens += done.tokens
             own = waited + self.model.own.take()
-            evaluated = self._evaluate(suite, metrics)
+            evaluated = self._evaluate(suite, metrics, saver)
             if logged or evaluated is not None or self.step == train.steps:
                 record = self._record(done, seconds, gauge, peak, samples, evaluated)
                 metrics.step(record)
@@ -246,14 +247,14 @@ class Trainer:
         """Something else begins: for the person at the display, for whoever watches for hangs, and for faults."""
         faults.at(step)
         pulse.section(section, step)
-        self.display.doing(words)
+        self.display.doing(words, self.step)
 
     def _compare(self, record: StepRecord) -> None:
         """What was planned beside what came, once: after the second step, when nothing is built or pinned any more."""
         if self.plan is None or record.gpu_peak is None or self.compared or record.step < 2:
             return
         self.compared = True
-        self.display.say(beside(self.plan, self.config.train.accumulation, record.gpu_peak, record.seconds))
+        self.display.say(beside(self.plan, record.gpu_peak, record.seconds))
 
     compared = False
 
@@ -304,7 +305,7 @@ class Trainer:
             **largest(gauge.read(), world, self.device),
         )
 
-    def _evaluate(self, suite: Suite | None, metrics: Metrics) -> float | None:
+    def _evaluate(self, suite: Suite | None, metrics: Metrics, saver: Saver) -> float | None:
         """After every n-th step: everything `eval` asks for, on the same texts every time. -> loss on held-out data"""
         every = self.config.eval.every
         if suite is None or every is None or self.step % every:
@@ -312,6 +313,7 @@ class Trainer:
         record = run_suite(self.model, suite, self.step, before=self._before_forward)
         if record is None:  # the step was trained, and can be saved; the evaluation comes again at its next time
             return None
+        saver.check(self.step, record)
         publish(record, self.folder, metrics, self.rank)
         return record["held_out"]["loss"] if "held_out" in record else None
 

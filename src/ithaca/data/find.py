@@ -1,0 +1,260 @@
+"""The files behind a source: each is packed, or named with the reason why it is not.
+
+A folder is read through. What is left out of it, and why, is known before anything is packed, is printed by whoever packs or
+trains, and stays in the manifest. Nothing but regular files is ever opened: a named pipe would be waited for. A link to a folder is
+not followed, since it may lead in a circle or to files that nobody meant to give; a link to a file is.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..files import kind_of
+from .source import Source, did_you_mean
+from .stamps import Stamp, changed, difference, stamp
+
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "txt", ".npy": "tokens"}
+PROSE = (".md", ".markdown", ".rst", ".text")  # text too; but beside records it is about them
+
+LeftOut = dict[str, list[str]]  # reason -> names
+HIDDEN = "the name begins with . or _"
+LINKED = "a link to a folder (give it as a source of its own)"
+UNKNOWN = "of no known format"
+OTHER = "of another format"
+BESIDE = "text beside records"
+EMPTY = "empty (0 bytes)"
+OTHER_SPLIT = "not of the split that is read"
+FOLDER = "a folder, and the pattern is for files"
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a source turned out to be."""
+
+    format: str
+    paths: tuple[Path, ...]
+    stamps: dict[Path, Stamp]  # of all files the documents depend on: the offsets beside an array too
+    left_out: LeftOut = field(default_factory=dict)
+
+
+def find_files(source: Source) -> Files:
+    """The files of a source, sorted by name. Not for datasets."""
+    path = Path(source.path).expanduser()
+    left_out: LeftOut = defaultdict(list)
+    if path.is_dir():
+        found = [each for each in _walk(path, left_out) if _wanted(each, path, source.format, left_out)]
+    elif path.exists():
+        if not path.is_file():
+            raise ValueError(
+                f"{source.path} is {kind_of(path)}, not a file; write what comes out of it to a file first"
+            )
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty (0 bytes); remove it, or check that it was written to the end")
+        found = [path]
+    elif glob.has_magic(source.path):
+        found = list(_matches(path, left_out))
+    else:
+        raise ValueError(
+            f"{source.path} is not there{_neighbour(path)}; for a Hugging Face dataset write hf:{source.path}"
+        )
+    found = _without_prose(sorted(found), path, source.format, left_out)
+    if not found:
+        raise _nothing(source, path, left_out)
+    form = _one_format(source, found)
+    every = [*found, *(_offsets(found) if form == "tokens" else ())]
+    ordered = {reason: sorted(names) for reason, names in left_out.items() if names}
+    return Files(form, tuple(found), {each: stamp(each) for each in every}, ordered)
+
+
+def check_steady(then: dict[Path, Stamp], now: dict[Path, Stamp]) -> None:
+    """ValueError if a file is new, gone or changed since the first look."""
+    for path in sorted(then.keys() | now.keys()):
+        before, after = then.get(path), now.get(path)
+        if before is None or after is None:
+            raise changed(path, "it is new" if before is None else "it is gone")
+        if before != after:
+            raise changed(path, difference(before, after))
+
+
+def count_left_out(left_out: LeftOut) -> int:
+    return sum(map(len, left_out.values()))
+
+
+def left_out_words(left_out: LeftOut) -> list[str]:
+    """A line per reason, with the first names."""
+    lines = []
+    for reason, names in left_out.items():
+        if not names:
+            continue
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        lines.append(f"left out: {len(names):,} {'file' if len(names) == 1 else 'files'}, {reason}: {shown}")
+    return lines
+
+
+def _walk(root: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Regular files under a folder, in no order, whatever their names."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{error.filename} cannot be read ({error.strerror}); change its permissions or leave it out")
+
+    for where, folders, names in os.walk(root, onerror=refuse):
+        folder = Path(where)
+        for name in folders:
+            if (folder / name).is_symlink():
+                left_out[LINKED].append(_name(folder / name, root) + "/")
+        for name in sorted(names):
+            yield from _regular(folder / name, root, left_out)
+
+
+def _matches(pattern: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Files that a pattern matches. Those whose name begins with a dot have to be meant: * is not enough."""
+    first = next(at for at, part in enumerate(pattern.parts) if glob.has_magic(part))
+    root, rest = Path(*pattern.parts[:first]), pattern.parts[first:]
+    if "**" in rest:  # glob.glob would follow links to folders, in circles too
+        meant = every = {str(each) for each in root.glob(str(Path(*rest)))}
+        if not any(part.startswith(".") for part in rest):
+            meant = {each for each in every if not any(p.startswith(".") for p in Path(each).relative_to(root).parts)}
+        for where, folders, _ in os.walk(root):
+            left_out[LINKED] += [
+                _name(Path(where, each), root) + "/" for each in folders if Path(where, each).is_symlink()
+            ]
+    else:
+        meant = set(glob.glob(str(pattern)))
+        every = {*meant, *glob.glob(str(pattern), include_hidden=True)} if sys.version_info >= (3, 11) else meant
+    for each in map(Path, sorted(every)):
+        if each.is_dir():
+            if "**" not in rest:  # which goes through folders by itself
+                left_out[FOLDER].append(_name(each, root) + "/")
+        elif str(each) not in meant:
+            left_out[HIDDEN].append(_name(each, root))
+        elif not _is_offsets(each):
+            for path in _regular(each, root, left_out):
+                if not _is_empty(path, root, _format(path, "auto"), left_out):
+                    yield path
+
+
+def _regular(path: Path, root: Path, left_out: LeftOut) -> Iterator[Path]:
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        regular = False
+    if regular:
+        yield path
+    else:
+        left_out[kind_of(path)].append(_name(path, root))
+
+
+def _wanted(path: Path, root: Path, asked: str, left_out: LeftOut) -> bool:
+    """Is this file of a folder to be packed?"""
+    form = _format(path, asked)
+    if any(part.startswith((".", "_")) for part in path.relative_to(root).parts):
+        left_out[HIDDEN].append(_name(path, root))
+    elif _is_offsets(path):
+        if not _array_of(path).is_file():
+            left_out["offsets without their array"].append(_name(path, root))
+    elif form is None:
+        left_out[UNKNOWN if _format(path, "auto") is None else OTHER].append(_name(path, root))
+    else:
+        return not _is_empty(path, root, form, left_out)
+    return False
+
+
+def _is_empty(path: Path, root: Path, form: str | None, left_out: LeftOut) -> bool:
+    """A file without a byte. Of a table or an array not even that is possible: it was cut short."""
+    if path.stat().st_size or form is None:
+        return False
+    if form in ("parquet", "tokens"):
+        raise ValueError(f"{path} is empty (0 bytes); remove it, or check that it was written to the end")
+    left_out[EMPTY].append(_name(path, root))
+    return True
+
+
+def _without_prose(found: list[Path], path: Path, asked: str, left_out: LeftOut) -> list[Path]:
+    prose = [each for each in found if each.suffix.lower() in PROSE]
+    rest = [each for each in found if each.suffix.lower() not in PROSE]
+    if not prose or asked == "txt" or {_format(each, asked) for each in rest} <= {"txt"}:
+        return found
+    root = path if path.is_dir() else Path(os.path.commonpath([each.parent for each in found]))
+    left_out[BESIDE] += [_name(each, root) for each in prose]
+    return rest
+
+
+def _one_format(source: Source, found: Iterable[Path]) -> str:
+    formats: dict[str, Path] = {}
+    for each in found:
+        if not os.access(each, os.R_OK):
+            raise ValueError(f"{each} cannot be read (permission denied); change its permissions or leave it out")
+        try:
+            str(each).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the name of {_name(each, each.parent)} is not UTF-8; rename the file") from None
+        form = _format(each, source.format)
+        if form is None:
+            raise ValueError(
+                f"{each}: the format cannot be told from the name; use one of {', '.join(SUFFIXES)} (decompress .gz and "
+                ".zst first), or give the format"
+            )
+        formats.setdefault(form, each)
+    if len(formats) > 1:
+        examples = ", ".join(f"{form} ({each.name})" for form, each in formats.items())
+        raise ValueError(f"{source.path} holds files of several formats: {examples}; make each a source of its own")
+    return next(iter(formats))
+
+
+def _nothing(source: Source, path: Path, left_out: LeftOut) -> ValueError:
+    why = "".join(f"; {line}" for line in left_out_words(left_out))
+    if not path.is_dir():
+        return ValueError(f"no file matches {source.path}{why}; quote it in a shell, and check folder and suffix")
+    known = ", ".join((*SUFFIXES, *PROSE)) if source.format == "auto" else f"format {source.format}"
+    return ValueError(
+        f"the folder {source.path} has no file to read ({known}) among {count_left_out(left_out)} files{why}. Give the files as a "
+        "glob, or their format"
+    )
+
+
+def _format(path: Path, asked: str) -> str | None:
+    if _is_offsets(path):
+        return None
+    suffix = path.suffix.lower()
+    form = "txt" if suffix in PROSE else SUFFIXES.get(suffix)
+    if asked == "auto" or form == asked:
+        return form
+    return asked if form is None else None  # asked for by name: other suffixes too, but not those of another format
+
+
+def offsets_of(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".npy") + ".offsets.npy")
+
+
+def _array_of(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".offsets.npy") + ".npy")
+
+
+def _offsets(found: Iterable[Path]) -> list[Path]:
+    return [beside for beside in map(offsets_of, found) if beside.exists()]
+
+
+def _is_offsets(path: Path) -> bool:
+    return path.name.endswith(".offsets.npy")
+
+
+def _name(path: Path, root: Path | str) -> str:
+    """A name that can be printed and written down, whatever bytes and control characters it has."""
+    text = os.fsencode(os.path.relpath(path, root)).decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _neighbour(path: Path) -> str:
+    """A file beside it with a similar name."""
+    try:
+        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    except OSError:
+        beside = []
+    return did_you_mean(path.name, beside)
