@@ -61,7 +61,7 @@ def _export(options: argparse.Namespace) -> int:
 def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
     import torch
 
-    from ..config.sizes import parse_bytes
+    from ..config.sizes import parse_room
     from ..storage.export import export_checkpoint
     from ..storage.files import read_state
 
@@ -83,7 +83,7 @@ def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
         options.out,
         tokenizer,
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype],
-        max_shard_bytes=parse_bytes(options.shard_size),
+        max_shard_bytes=parse_room(options.shard_size),
         merge_lora=merge,
         base_folder=base,
     )

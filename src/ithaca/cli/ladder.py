@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.sizes import parse_bytes
+from ..config.sizes import parse_room
 from .measuring import at_least, limit_of, on_cpu, say
 
 _HELP = """\
@@ -65,7 +65,7 @@ def run_ladder(options: argparse.Namespace) -> int:
     cpu = on_cpu(options) if measures else False
     hardware = parse_gpus(options.gpus)
     if options.host is not None:
-        hardware = replace(hardware, host=parse_bytes(options.host))
+        hardware = replace(hardware, host=parse_room(options.host))
     gpu = hardware.gpu
     if measures and not options.kernel:
         hardware = replace(hardware, gpu=replace(gpu, probed=kernels_apart(read_sizes(options.model), cpu)))

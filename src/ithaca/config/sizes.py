@@ -25,7 +25,12 @@ def parse_tokens(text: str) -> int:
 
 def parse_bytes(text: str) -> int:
     """'80GB' -> 80000000000, '64GiB' -> 68719476736."""
-    found = _parse(text, _BYTES, "a number of bytes such as 80GB (10⁹) or 64GiB (2³⁰)")
+    return _parse(text, _BYTES, "a number of bytes such as 80GB (10⁹) or 64GiB (2³⁰)")
+
+
+def parse_room(text: str) -> int:
+    """As parse_bytes, of something that must have a size: a memory, a disk, a file."""
+    found = parse_bytes(text)
     if found == 0:
         raise ValueError(f"{text!r} is no size; give a number of bytes above 0, such as 80GB")
     return found

@@ -16,7 +16,7 @@ from math import ceil
 from typing import Any
 
 from ..config.schema import LINEARS
-from ..config.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
+from ..config.sizes import format_bytes, format_tokens, parse_room, parse_tokens
 from ..stack import Stack, require
 from .candidates import candidates
 from .hardware import Hardware, kernels_for, parse_gpus
@@ -73,8 +73,8 @@ def plan(
     require(problems, f"no plan for {sizes.name}")
     hardware = replace(
         hardware,
-        host=parse_bytes(host) if isinstance(host, str) else host if host is not None else hardware.host,
-        disk=parse_bytes(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
+        host=parse_room(host) if isinstance(host, str) else host if host is not None else hardware.host,
+        disk=parse_room(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
     ).completed(disk=given.far == "disk")
     if given.attention not in ("auto", *(hardware.gpu.probed or ())):
         kernel = given.attention  # the stack's word, as in a run
