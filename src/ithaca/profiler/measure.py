@@ -133,7 +133,10 @@ def _trace(step: Steps, device: torch.device, folder: Path, found: Measured) -> 
 
     gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])
-    with _snapshot(folder / SNAPSHOT) if gpu else nullcontext(), profile(activities=activities, acc_events=True) as profiler:
+    with (
+        _snapshot(folder / SNAPSHOT) if gpu else nullcontext(),
+        profile(activities=activities, acc_events=True) as profiler,
+    ):
         step()
         if gpu:
             torch.cuda.synchronize()
