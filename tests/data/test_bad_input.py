@@ -193,7 +193,7 @@ BAD: dict[str, tuple[Make, list[str]]] = {
         ["format 'csv' is unknown; choose one of auto, jsonl, parquet"],
     ),
     "an unknown kind": (lambda folder: [*lines(GOOD)(folder), "--kind", "poem"], ["kind 'poem' is unknown"]),
-    "no workers": (lambda folder: [*lines(GOOD)(folder), "--workers", "0"], ["workers=0 must be at least 1"]),
+    "no workers": (lambda folder: [*lines(GOOD)(folder), "--workers", "0"], ["--workers 0 must be from 1 to 1024"]),
     "a vocabulary that is too small": (
         lambda folder: [*lines(GOOD)(folder), "--vocabulary", "50"],
         ["vocabulary=50 is smaller than the tokenizer's 400"],

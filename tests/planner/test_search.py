@@ -401,3 +401,13 @@ def test_the_plan_beside_what_came():
 def test_a_plan_goes_straight_into_prepare():
     found = ithaca.plan("llama32_1b", gpus="1xH200", context="64K")
     assert isinstance(found, ithaca.Plan) and isinstance(found.stack, ithaca.Stack)
+
+
+def test_a_host_too_small_for_the_states_alone_is_not_searched_through(monkeypatch: pytest.MonkeyPatch):
+    """Where activations wait makes no difference then; every stack was once tried with every number of layers on the GPU."""
+    looked, plain = [], _Asked.look
+    monkeypatch.setattr(_Asked, "look", lambda self, stack: looked.append(stack) or plain(self, stack))
+    found = plan(
+        "llama3_8b", gpus="1xRTX4090-24GB", context="64K", host="20GB", disk="100GB", lora=8, offload_optimizer=True
+    )
+    assert not found.fits and any("host memory" in line for line in found.advice) and len(looked) < 500

@@ -204,6 +204,8 @@ class _Asked:
             if not too_much or on_gpu >= layers or on_gpu * kept > found.budget - found.peak:
                 return found
             tried = self.look(replace(stack, store=(stack.far,) * (layers - on_gpu) + ("gpu",) * on_gpu))
+            if tried.misplaced >= too_much:  # not what layers keep: weights on the host, say
+                return found
         return tried
 
     def search(self, stacks: list[Stack]) -> Plan:
@@ -211,6 +213,8 @@ class _Asked:
         last = self.look(stacks[-1])
         if last.peak > NEARLY * last.budget:
             return last
+        if self.look(replace(last.stack, store="gpu")).shares.get("host memory", 0) > 1:
+            return last  # weights and states alone are too much for the host, wherever activations wait
         far, near = [], []
         for family in _families(stacks):
             leanest = self.leanest(family)
