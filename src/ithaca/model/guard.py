@@ -170,7 +170,7 @@ def _twin(inner: Any) -> Any:
     try:
         with torch.device("meta"):
             return type(inner)(copy.deepcopy(inner.config))
-    except Exception as error:
+    except Exception as error:  # transformers raises whatever its parts raise
         return (
             f"its config does not build a {type(inner).__name__} any more ({type(error).__name__}: {error}); {_REMEDY}"
         )

@@ -36,7 +36,7 @@ def mixing(module: nn.Module, x: Tensor, function: Callable[[Tensor], Any] | Non
         devices = [x.device] if x.is_cuda else []
         with torch.random.fork_rng(devices), torch.enable_grad(), _collecting_apart(module):
             return _mixing(function or module, x.detach())
-    except Exception as error:
+    except Exception as error:  # somebody else's code raises whatever it likes
         return f"failed when it was tried on an input of shape {list(x.shape)} ({type(error).__name__}: {error})"
 
 
