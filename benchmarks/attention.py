@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from ithaca.attention.backends import BACKENDS
+from ithaca.engine.attention.backends import BACKENDS
 
 
 def size(text: str) -> int:

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 
 import ithaca
-from ithaca.activations.store import open_store
-from ithaca.model.weights import cast_parameters
-from ithaca.verify.presets import build, preset_config
+from ithaca.engine.model.presets import preset_config
+from ithaca.engine.model.weights import cast_parameters
+from ithaca.engine.offload.choice import open_store
+from ithaca.verify.presets import build
 from ithaca.verify.reference import expand_kv
 
 SHAPE = dict(

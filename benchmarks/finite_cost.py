@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaca.planner.config import preset_settings
+from ithaca.engine.model.presets import PRESETS
 from ithaca.storage.finite import not_finite
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
@@ -30,7 +30,7 @@ def shapes_of(preset: str, layers: int | None = None) -> dict[str, torch.Size]:
     """Name and shape of every parameter of a preset of the planner, with all layers or so many."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = preset_settings(preset)
+    settings = dict(PRESETS[preset])
     if layers is not None:
         settings["num_hidden_layers"] = layers
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -49,7 +49,7 @@ def of_rank_0(shapes: dict[str, torch.Size], ranks: int) -> dict[str, torch.Size
 
 def that_fit(preset: str, room: float) -> tuple[int, dict[str, torch.Size]]:
     """As many layers as fit, and their shapes."""
-    layers = int(preset_settings(preset)["num_hidden_layers"])
+    layers = int(PRESETS[preset]["num_hidden_layers"])
     one, two = (size_of(shapes_of(preset, count)) for count in (1, 2))
     most = min(layers, 1 + int((room - one) // (two - one)))
     if most < 1:
@@ -95,7 +95,7 @@ def main() -> None:
     if device.type == "cuda":
         name, room = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0] * options.share
     else:
-        from ithaca.activations.host import available_memory
+        from ithaca.engine.offload.host import available_memory
 
         name, room = "CPU", available_memory() * options.share
     print(f"{options.model} on {name}, {options.repeats} turns; torch {torch.__version__}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import ithaca
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
 
 MB = 1e6
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ithaca.activations.loss import IGNORE, LossTerms, tiled_loss
+from ithaca.engine.objective.cross_entropy import IGNORE, LossTerms, tiled_loss
 
 
 def inputs(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ithaca.config.sizes import parse_bytes
+from ithaca.base.units import parse_bytes
 
 
 def main() -> None:

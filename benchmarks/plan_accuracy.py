@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from rank_of_n import size
 
+from ithaca.engine.model.sizes import read_sizes
 from ithaca.planner.config import hf_config
-from ithaca.planner.dry_run import Case, dry_run
+from ithaca.planner.dry_run.run import Case, dry_run
 from ithaca.planner.hardware import parse_gpus
 from ithaca.planner.job import Job, Memory
 from ithaca.planner.memory import predict
-from ithaca.planner.model import read_sizes
 from ithaca.planner.plan import WORKSPACE
 from ithaca.planner.speed import estimate
 from ithaca.stack import Stack
@@ -188,7 +188,7 @@ class Row:
         return f"| {self.shape} | {self.layers} | {self.context} | {self.world} | {stack} | {' | '.join(cells)} |"
 
     def _measure(self) -> None:
-        from ithaca.profiler.steps import ready
+        from ithaca.observe.profiler.steps import ready
 
         case = self.case
         if self.job.kernel != "fa4":

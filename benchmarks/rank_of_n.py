@@ -28,13 +28,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ithaca
-from ithaca.planner.config import preset_settings
-from ithaca.planner.dry_run import DryKernel
+from ithaca.engine.model.presets import PRESETS
+from ithaca.planner.dry_run.run import DryKernel
 
 
 def shape_of(preset: str) -> tuple[str, int, dict[str, Any]]:
     """Family, depth and sizes of one of the planner's presets."""
-    sizes = preset_settings(preset)
+    sizes = dict(PRESETS[preset])
     del sizes["max_position_embeddings"]
     return sizes.pop("model_type"), sizes.pop("num_hidden_layers"), sizes
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ithaca.config.sizes import parse_tokens
+from ithaca.base.units import parse_tokens
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def read(folder: Path, context: int, ulysses: int, ring: int) -> dict:
     import torch
 
     from ithaca.data import Packed, Rows, batch_from_rows, open_plan
-    from ithaca.mesh import Group, Mesh
+    from ithaca.engine.mesh import Group, Mesh
     from ithaca.stack import Stack
 
     ranks = ulysses * ring

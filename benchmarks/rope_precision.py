@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ithaca.model.rope import rope_for, rotate
+from ithaca.engine.model.rope import rope_for, rotate
 
 PLACES = (131_072, 1_048_576, 5_000_000, 10_000_000)
 DISTANCES = (0, 1, 17, 256, 4_096, 32_768, 100_000)

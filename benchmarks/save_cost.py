@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 import ithaca
+from ithaca.base.processes.pool import Workers
 from ithaca.storage import checkpoint, files, stream, writer
-from ithaca.workers import Workers
 
 WAYS = ("hashed", "not hashed", "torch's writer")
 

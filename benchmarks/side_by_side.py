@@ -274,13 +274,13 @@ def planned(case: Case) -> ithaca.Stack:
     """What the planner chooses, with weights as everybody else's."""
     from transformers import AutoConfig
 
-    from ithaca.activations.host import available_memory
-    from ithaca.attention.choice import kernels_here
-    from ithaca.planner.dry_run import shortened_stack
+    from ithaca.engine.attention.choice import kernels_here
+    from ithaca.engine.model.sizes import sizes_of
+    from ithaca.engine.offload.host import available_memory
+    from ithaca.planner.dry_run.run import shortened_stack
     from ithaca.planner.hardware import Hardware, parse_gpus
-    from ithaca.planner.model import sizes_of
     from ithaca.planner.search import plan
-    from ithaca.train.build import gpu_here
+    from ithaca.training.automatic import gpu_here
 
     family, depth, sizes = ALL_SHAPES[case.shape]
     cuda = case.device.type == "cuda"

@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from ithaca.evaluate.heatmap import svg
+from ithaca.evaluation.heatmap import svg
 
 NATIVE, FACTOR = 256, 4
 LONG = NATIVE * FACTOR

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from ithaca.config.sizes import parse_tokens
-from ithaca.evaluate.heatmap import svg
+from ithaca.base.units import parse_tokens
+from ithaca.evaluation.heatmap import svg
 
 
 def main() -> int:

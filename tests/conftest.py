@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaca.model.families import FAMILIES
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.model.families import FAMILIES
 
 from . import multiply_in_float32
 
 multiply_in_float32()
 
 # What the ranks of most tests import, so that the server they are forked from does it once.
-PRELOAD = ["pytest", "peft", "ithaca.train.phases", "ithaca.verify.case"]
+PRELOAD = ["pytest", "peft", "ithaca.training.phases", "ithaca.verify.case"]
 PRELOAD += ["transformers.models.{0}.modeling_{0}".format(kind.removesuffix("_text")) for kind in FAMILIES]
 
 # Files that take long. They go first: one that is begun last keeps one process busy while the other has nothing to do. Those that

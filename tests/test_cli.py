@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ithaca.workers
+import ithaca.base.processes.pool
 from ithaca.cli.main import main, set_allocator
 from ithaca.cli.measuring import going_on
-from ithaca.verify.presets import PRESETS, preset_config
+from ithaca.engine.model.presets import PRESETS, TINY, preset_config
 from ithaca.verify.reference import Item
+
+from .waiting import wait_until
 
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "rich", "peft")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 
 def cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -48,11 +50,10 @@ def cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ids=["import", "parser", "help"],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(program: str):
-    report = f"\nimport sys, time; print([n for n in {HEAVY} if n in sys.modules], time.process_time())"
+    report = f"\nimport sys; print([n for n in {HEAVY} if n in sys.modules])"
     done = python("-c", program + report)
     assert done.returncode == 0, done.stderr
-    heavy, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
-    assert heavy == "[]" and float(seconds) < 1.0
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_of_the_installed_command():
@@ -104,7 +105,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(ithaca.workers, "Workers", refuse)
+    monkeypatch.setattr(ithaca.base.processes.pool, "Workers", refuse)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ class Canned:
 
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ithaca.workers, "Workers", Canned)
+    monkeypatch.setattr(ithaca.base.processes.pool, "Workers", Canned)
     return Canned
 
 
@@ -232,7 +233,7 @@ def test_flags_reach_the_stack(canned, capsys):
 def test_the_matrix_covers_what_it_is_asked_for(canned, capsys, tmp_path: Path):
     canned.items = [GOOD]
     code, out, _ = cli(capsys, "verify", "--matrix", "--device", "cpu", "--world", "2", "--scratch", str(tmp_path))
-    assert code == 0 and {case.model for case in canned.cases} == set(PRESETS)
+    assert code == 0 and {f"tiny_{case.model}" for case in canned.cases} == set(TINY)
     assert {(case.device, case.dtype, case.scratch) for case in canned.cases} == {("cpu", "float32", str(tmp_path))}
     assert f"{len(canned.cases)} cases" in out and max(case.world for case in canned.cases) == 2
     cli(capsys, "verify", "gemma3", "--matrix", "--device", "cpu", "--world", "2")
@@ -242,7 +243,7 @@ def test_the_matrix_covers_what_it_is_asked_for(canned, capsys, tmp_path: Path):
 def test_a_refusal_of_the_workers_is_2_without_their_tracebacks(canned, capsys, monkeypatch: pytest.MonkeyPatch):
     def raise_it(self, *_: Any, **__: Any):
         text = "all 2 ranks raised ValueError: 2 problems\n  - this\n  - that\n\nTraceback of rank 0:\nTraceback (most recent"
-        raise ithaca.workers.WorkerError(text, [0, 1], "ValueError")
+        raise ithaca.base.processes.pool.WorkerError(text, [0, 1], "ValueError")
 
     monkeypatch.setattr(Canned, "run", raise_it)
     code, _, err = cli(capsys, "verify", "llama3", "--device", "cpu")
@@ -266,10 +267,11 @@ def test_verify_of_a_folder_for_real(tmp_path: Path, capsys):
 
 
 def test_what_takes_long_says_that_it_goes_on(capsys):
-    with going_on("dry run at 13M", every=0.05):
-        time.sleep(0.2)
-    quiet = capsys.readouterr()
-    assert quiet.out == "" and quiet.err.splitlines()[0] == "ithaca: dry run at 13M: 0 s so far"
-    with going_on("dry run at 8K"):
+    said: list[str] = []
+    with going_on("dry run at 13M", every=0.01):
+        wait_until(lambda: said.append(capsys.readouterr().err) or "\n" in said[-1])
+    assert re.match(r"ithaca: dry run at 13M: \d+ s so far\n", "".join(said))
+    capsys.readouterr()
+    with going_on("dry run at 8K", every=3600):
         pass
     assert capsys.readouterr().err == ""

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ithaca.comm import all_to_all, shift
-from ithaca.mesh import Mesh, build_mesh
-from ithaca.planner.dry_run import Case, fake_group
-from ithaca.profiler.steps import ready
+from ithaca.engine.comm import all_to_all, shift
+from ithaca.engine.mesh import Mesh, build_mesh
+from ithaca.observe.profiler.steps import ready
+from ithaca.planner.dry_run.run import Case, fake_group
 from ithaca.stack import Stack
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_weights_stay_numbers(monkeypatch: pytest.MonkeyPatch):
                 grad.fill_(float("nan"))
             return spoilt
 
-        monkeypatch.setattr("ithaca.profiler.steps.gradients", spoiled)
+        monkeypatch.setattr("ithaca.observe.profiler.steps.gradients", spoiled)
         step()
         after = [each.to_local() for each in step.run.model.parameters()]
     assert len(spoilt) == len(before)

@@ -18,7 +18,7 @@ from ithaca.cli import doctor, doctor_parts
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ithaca", "doctor", *arguments],
-        capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
+        capture_output=True, text=True, env={**os.environ, **environment},
     )  # fmt: skip
 
 

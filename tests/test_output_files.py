@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.files import write_atomically, write_output
 from ithaca.cli.main import main
-from ithaca.files import write_atomically, write_output
-from ithaca.report import render
+from ithaca.observe.report import render
 
 from .report import samples
 

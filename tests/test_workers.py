@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-import ithaca.workers
-from ithaca.workers import WorkerError, Workers
+import ithaca.base.processes.pool
+from ithaca.base.processes.pool import WorkerError, Workers
+from ithaca.base.processes.worker import Failure
+
+from .waiting import wait_until
+
+NEVER = 1e6  # seconds: nothing in a test takes so long
 
 
 def pid() -> int:
@@ -49,7 +56,7 @@ def sum_over_mesh(elements: int) -> tuple[float, int, int]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
-    total = distribute_tensor(torch.ones(elements), mesh, [Replicate(), Shard(0)]).sum().full_tensor().item()
+    total = distribute_tensor(torch.ones(elements), mesh, [Replicate(), Shard(0)]).sum().full_tensor().item()  # pyright: ignore
     return total, len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))
 
 
@@ -61,38 +68,59 @@ def refuse() -> None:
     raise ValueError("head count 7 is odd")
 
 
-def leave_without_word(culprit: int, how: str) -> None:
-    """One rank goes wrong; the others wait for it in a collective."""
+def leave_without_word(culprit: int, how: str, folder: Path) -> None:
+    """One rank goes wrong when the others have come as far as here; they wait for it in a collective."""
     if dist.get_rank() == culprit:
+        wait_until(lambda: len(list(folder.iterdir())) == dist.get_world_size() - 1)
         if how == "raise":
             raise KeyError("missing weight")
-        if how == "sys.exit":
-            sys.exit("bye")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
-            os._exit(3)
-        wait_for_ever()
+        sys.exit("bye")
+    (folder / str(dist.get_rank())).touch()
     dist.barrier()
 
 
-def wait_for_ever() -> None:
-    time.sleep(1000)
-
-
-def raise_in_turn() -> None:
+def die(culprit: int, how: str, folder: Path) -> None:
+    """The first of the others misses it; the rest will never say a word."""
     rank = dist.get_rank()
-    time.sleep(0.0 if rank == 2 else 0.5)
-    raise RuntimeError("the cause" if rank == 2 else f"a consequence on rank {rank}")
+    if rank == culprit:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+    if rank == 0:
+        dist.barrier()
+    wait_for_ever(folder)
+
+
+def wait_for_ever(folder: Path) -> None:
+    (folder / str(dist.get_rank())).touch()
+    threading.Event().wait()
+
+
+def hang_alone(culprit: int, folder: Path) -> None:
+    if dist.get_rank() == culprit:
+        wait_for_ever(folder)
+
+
+def raise_in_turn(folder: Path) -> None:
+    """The others raise after rank 2: its worker has then noted the error, and let go of it and of these variables."""
+    rank, noted = dist.get_rank(), folder / "noted"
+    if rank == 2:
+        mine = threading.Event()  # any object
+        weakref.finalize(mine, noted.touch)
+        raise RuntimeError("the cause")
+    wait_until(noted.exists)
+    raise RuntimeError(f"a consequence on rank {rank}")
 
 
 def return_lambda() -> object:
     return lambda: None
 
 
-@pytest.fixture
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ithaca.workers, "_GRACE_SECONDS", 0.5)
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a slow machine is not taken for one that has nothing to say."""
+    for limit in ("_START_SECONDS", "_GRACE_SECONDS", "_WORD_SECONDS"):
+        monkeypatch.setattr(ithaca.base.processes.pool, limit, NEVER)
 
 
 def test_results_come_in_rank_order(workers: Workers) -> None:
@@ -167,9 +195,9 @@ def test_same_error_on_all_ranks_is_said_once_and_the_pool_survives(workers: Wor
     assert workers.run(sum_of_ranks, world=4) == [6.0] * 4
 
 
-def test_the_rank_that_raised_first_is_named(workers: Workers) -> None:
+def test_the_rank_that_raised_first_is_named(workers: Workers, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:
-        workers.run(raise_in_turn, world=4)
+        workers.run(raise_in_turn, tmp_path, world=4)
     assert str(caught.value).startswith("rank 2 raised RuntimeError: the cause\n")
     assert "rank 0 raised RuntimeError: a consequence on rank 0" in str(caught.value)
 
@@ -178,44 +206,66 @@ def test_the_rank_that_raised_first_is_named(workers: Workers) -> None:
     ("how", "headline"),
     [("raise", "rank 1 raised KeyError: 'missing weight'"), ("sys.exit", "rank 1 raised SystemExit: bye")],
 )
-def test_one_rank_raises_while_the_others_wait(fresh: Workers, short_grace: None, how: str, headline: str) -> None:
+def test_one_rank_raises_while_the_others_wait(
+    fresh: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str, headline: str
+) -> None:
     fresh.run(pid, world=4)
-    begin = time.monotonic()
+    monkeypatch.setattr(ithaca.base.processes.pool, "_GRACE_SECONDS", 0.2)  # however long, they wait in vain
     with pytest.raises(WorkerError) as caught:
-        fresh.run(leave_without_word, 1, how, world=4)
-    assert time.monotonic() - begin < 5.0
+        fresh.run(leave_without_word, 1, how, tmp_path, world=4, timeout=NEVER)
     text = str(caught.value)
     assert text.splitlines()[0] == headline
-    assert "ranks 0, 2, 3 stood here" in text and "in barrier" in text
+    standing = re.findall(r"^ranks? ([0-3, ]+) stood here", text, re.MULTILINE)
+    assert sorted(", ".join(standing).split(", ")) == ["0", "2", "3"] and "in leave_without_word" in text
     assert fresh.run(sum_of_ranks, world=4) == [6.0] * 4
 
 
+def test_ranks_that_stand_at_one_place_are_said_together() -> None:
+    failures = {1: Failure("KeyError", "'missing weight'", "trace", 0.0)}
+    stacks = {0: "  in barrier", 2: "  in step", 3: "  in barrier"}
+    text = str(ithaca.base.processes.pool._error(4, failures, {}, stacks, 1.0, ""))
+    assert re.findall(r"^(ranks? .*) stood here.*\n(.*)", text, re.MULTILINE) == [
+        ("ranks 0, 3", "  in barrier"), ("rank 2", "  in step"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("how", "cause"), [("kill", "killed by SIGKILL"), ("exit", "exit code 3")])
-def test_a_dead_rank_is_noticed_at_once(workers: Workers, how: str, cause: str) -> None:
+def test_a_dead_rank_is_noticed_though_the_others_are_silent(
+    workers: Workers, tmp_path: Path, how: str, cause: str
+) -> None:
     workers.run(pid, world=4)
-    begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        workers.run(leave_without_word, 2, how, world=4)
-    assert time.monotonic() - begin < 3.0
+        workers.run(die, 2, how, tmp_path, world=4, timeout=NEVER)
     assert str(caught.value).splitlines()[0] == f"rank 2 died: {cause}"
     assert caught.value.kind == "died"
     assert workers.run(sum_of_ranks, world=4) == [6.0] * 4
 
 
-def test_a_hang_times_out_and_says_where(workers: Workers) -> None:
-    workers.run(pid, world=2)
-    with pytest.raises(WorkerError) as caught:
-        workers.run(leave_without_word, 1, "hang", world=2, timeout=1.0)
-    assert str(caught.value).splitlines()[0] == "all 2 ranks did not answer within 1 s"
-    assert "in wait_for_ever" in str(caught.value)
-    with pytest.raises(WorkerError, match=r"^rank 1 did not answer within 1 s\n"):
-        workers.run(hang_alone, 1, world=3, timeout=1.0)
+def test_a_hang_times_out_and_says_where(workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real_wait = ithaca.base.processes.pool.wait
+
+    def time_out(fn: Callable[..., None], *args: object, world: int, hanging: int) -> str:
+        """Time runs out, but not before all ranks have answered that will, and the others hang."""
+        folder = tmp_path / str(hanging)
+        folder.mkdir()
+
+        def wait(sources: list, seconds: float) -> list:
+            if len(sources) > 2 * hanging:  # a rank has two
+                return real_wait(sources)
+            wait_until(lambda: len(list(folder.iterdir())) == hanging)
+            return real_wait(sources, seconds)
+
+        workers.run(pid, world=world)
+        with monkeypatch.context() as patch, pytest.raises(WorkerError) as caught:
+            patch.setattr(ithaca.base.processes.pool, "wait", wait)
+            workers.run(fn, *args, folder, world=world, timeout=0.2)
+        return str(caught.value)
+
+    text = time_out(wait_for_ever, world=2, hanging=2)
+    assert text.startswith("all 2 ranks did not answer within 0.2 s\n") and "in wait_for_ever" in text
+    text = time_out(hang_alone, 1, world=3, hanging=1)
+    assert text.startswith("rank 1 did not answer within 0.2 s\n")
     assert workers.run(sum_of_ranks, world=2) == [1.0, 1.0]
-
-
-def hang_alone(culprit: int) -> None:
-    if dist.get_rank() == culprit:
-        wait_for_ever()
 
 
 def test_a_worker_that_died_between_runs_is_replaced(workers: Workers) -> None:
@@ -234,11 +284,16 @@ def test_the_death_of_the_fork_server_is_survived(workers: Workers) -> None:
     wait_until(lambda: not any(alive(old) for old in pids))
 
 
-def test_interrupting_the_parent_leaves_a_usable_pool(workers: Workers) -> None:
+def test_interrupting_the_parent_leaves_a_usable_pool(workers: Workers, tmp_path: Path) -> None:
     pids = workers.run(pid, world=2)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        workers.run(wait_for_ever, world=2)
+        workers.run(wait_for_ever, tmp_path, world=2)
     assert not any(alive(old) for old in pids)
     assert workers.run(sum_of_ranks, world=2) == [1.0, 1.0]
 
@@ -268,22 +323,22 @@ def test_what_cannot_work_is_refused(workers: Workers) -> None:
         Workers(torch.cuda.device_count() + 1, device="cuda")
 
 
-def test_no_worker_outlives_its_parent(tmp_path) -> None:
+def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     """Kill a parent whose workers are busy; nothing of it may remain, the fork server included."""
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(
             """
-            import os, sys, time
-            import ithaca.workers
+            import os, signal, sys
+            import ithaca.base.processes.pool
 
             def busy(folder):
                 open(os.path.join(folder, str(os.getpid())), "w").close()
-                time.sleep(1000)
+                while True: signal.pause()
 
             if __name__ == "__main__":
-                ithaca.workers._PRELOAD = ("ithaca.workers",)  # this proof needs no transformers
-                ithaca.workers.Workers(2).run(busy, sys.argv[1])
+                ithaca.base.processes.pool._PRELOAD = ("ithaca.base.processes.pool",)  # this proof needs no transformers
+                ithaca.base.processes.pool.Workers(2).run(busy, sys.argv[1])
             """
         )
     )
@@ -291,7 +346,7 @@ def test_no_worker_outlives_its_parent(tmp_path) -> None:
     folder.mkdir()
     parent = subprocess.Popen([sys.executable, str(script), str(folder)])
     try:
-        wait_until(lambda: len(list(folder.iterdir())) == 2, seconds=60)
+        wait_until(lambda: len(list(folder.iterdir())) == 2)
         family = [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
         assert {int(path.name) for path in folder.iterdir()} < set(family)
     finally:
@@ -305,10 +360,3 @@ def alive(process: int) -> bool:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "still not so"
-        time.sleep(0.02)

@@ -16,17 +16,23 @@ from typing import TYPE_CHECKING, Any
 from .stack import Stack
 
 if TYPE_CHECKING:
-    from .batch import Batch
-    from .parallelize import prepare
+    from .engine.batch import Batch
+    from .engine.parallelize import prepare
+    from .engine.run import Run
     from .planner.plan import Plan
     from .planner.search import plan
-    from .run import Run
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "Plan", "Run", "Stack", "plan", "prepare"]
 
 
-_WHERE = {"Batch": "batch", "Plan": "planner.plan", "Run": "run", "plan": "planner.search", "prepare": "parallelize"}
+_WHERE = {
+    "Batch": "engine.batch",
+    "Plan": "planner.plan",
+    "Run": "engine.run",
+    "plan": "planner.search",
+    "prepare": "engine.parallelize",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, fields
 from itertools import groupby, product
 from typing import Any
 
+from .base.kernels import KERNELS
+
 RECOMPUTE = ("none", "layer", "keep_attention")
 ENGINES = ("auto", "composed", "streamed")
 STORES = ("gpu", "host", "disk")
-ATTENTION = ("auto", "cudnn", "fa4", "flash", "cpu")
+ATTENTION = ("auto", *KERNELS)
 PER_LAYER = ("recompute", "store")  # fields that may name one for each layer
 
 
@@ -50,7 +52,7 @@ class Stack:
     """FSDP2: parameters, gradients and optimizer states sharded over all ranks of a replica."""
 
     attention: str = "auto"
-    """Attention kernel: "auto" or one of "cudnn", "fa4", "flash", "cpu"."""
+    """Attention kernel: "auto" or one of "fa4", "cudnn", "flash", "cpu"."""
 
     engine: str = "auto"
     """How a layer is computed: "streamed" holds pieces, "composed" whole tensors; "auto" = streamed where it can."""

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ithaca.activations.loss import IGNORE, LossTerms, cap, cross_entropy_sum, loss_tile, tiled_loss
+from ithaca.engine.limits import loss_tile
+from ithaca.engine.objective.cross_entropy import IGNORE, LossTerms, cap, cross_entropy_sum, tiled_loss
 
 WIDTH, VOCABULARY = 16, 37
 

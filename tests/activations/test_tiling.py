@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ithaca.activations.tiling import Gradients, differentiate, tiles
-from ithaca.model.projection import Leaf
+from ithaca.engine.model.projection import Leaf
+from ithaca.engine.tiling import Gradients, differentiate, tiles
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.attention.compiled import ENABLED, FOLDER, keep_compiled
+from ithaca.engine.attention.compiled import ENABLED, FOLDER, keep_compiled
 
 HOPPER = (9, 0)
 

@@ -15,8 +15,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from ithaca.attention import head_schedule as module
-from ithaca.attention.head_schedule import Stage, head_schedule
+from ithaca.engine.attention import head_schedule as module
+from ithaca.engine.attention.head_schedule import Stage, head_schedule
 
 HEADS, RANKS = 128, 64
 PAIRS = [(group * kv, kv) for group in range(1, HEADS + 1) for kv in range(1, HEADS // group + 1)]

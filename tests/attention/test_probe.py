@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ithaca.attention.backends import Cpu
-from ithaca.attention.probe import WrongKernel, check, probe
+from ithaca.engine.attention.backends import Cpu
+from ithaca.engine.attention.probe import WrongKernel, check, probe
 
 CPU = torch.device("cpu")
 

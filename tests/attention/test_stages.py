@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ithaca.attention import stages
-from ithaca.attention.backends import Cpu
-from ithaca.attention.head_schedule import head_schedule
-from ithaca.attention.segments import plan_segments
-from ithaca.attention.stages import Exchange, Shape, StagedAttention
-from ithaca.mesh import Group
+from ithaca.engine.attention import stages
+from ithaca.engine.attention.backends import Cpu
+from ithaca.engine.attention.head_schedule import head_schedule
+from ithaca.engine.attention.segments import plan_segments
+from ithaca.engine.attention.stages import Exchange, Shape, StagedAttention
+from ithaca.engine.mesh import Group
 
 SHAPE = Shape(rows=1, tokens=24, heads=8, kv_heads=4, head_dim=4)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from ithaca.engine.model.presets import TINY
 from ithaca.stack import Stack
 from ithaca.verify.case import Case, run_case
-from ithaca.verify.presets import PRESETS
 
 FULL = Stack(ulysses=2, ring=2, heads_per_stage=1, recompute="keep_attention", store="host", tile=61)
 LENGTH = 331  # a rank has two tiles of it, and it is longer than two layers of the widest window reach
@@ -23,7 +23,7 @@ PROBES = {
 }
 
 
-@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("model", TINY)
 def test_full_stack(workers, model):
     case = Case(model, FULL, world=4, length=LENGTH)
     items = workers.run(run_case, case, world=4)[0]
@@ -97,7 +97,7 @@ def test_odd_heads(workers, heads, kv_heads, ulysses, heads_per_stage):
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 
 
-@pytest.mark.parametrize("model", [name for name in PRESETS if name not in ("mixtral", "qwen3_moe")])
+@pytest.mark.parametrize("model", [name for name in TINY if name not in ("tiny_mixtral", "tiny_qwen3_moe")])
 def test_bf16_rounds_where_the_family_does(model):
     """A family that computes a step in float32 (OLMo-2 rotates there) is further from float32 if we round earlier: 1.12."""
     case = Case(model, Stack(shard_parameters=False, tile=200), 1, "cpu", "bfloat16", 1021)

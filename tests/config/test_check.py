@@ -12,19 +12,7 @@ import pytest
 
 from ithaca import Stack
 from ithaca.config import Config, StackOptions, missing, violations
-from ithaca.config.schema import (
-    Checkpoint,
-    Data,
-    Evaluate,
-    Launch,
-    Log,
-    Lora,
-    Model,
-    Results,
-    Rope,
-    Source,
-    Train,
-)
+from ithaca.config.schema import Checkpoint, Data, Evaluate, Launch, Log, Lora, Model, Results, Rope, Source, Train
 
 GOOD = Config(
     model=Model(folder="x"),

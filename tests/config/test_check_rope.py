@@ -6,7 +6,7 @@ import pytest
 
 from ithaca.config import load
 from ithaca.config.schema import Model, Rope
-from ithaca.train.build import model_config
+from ithaca.engine.build import model_config
 
 YARN = ["model.rope.rope_type=yarn", "model.rope.original_max_position_embeddings=1K"]
 BASE = ["launch.cpu=1", "stack=auto"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ithaca.config.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
+from ithaca.base.units import format_bytes, format_tokens, parse_bytes, parse_tokens
 
 
 @pytest.mark.parametrize(

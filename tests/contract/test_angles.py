@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.model.rope import Rope
+from ithaca.engine.model.rope import Rope
 from ithaca.stack import Stack
 from ithaca.verify.case import Case, run_case
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ithaca.run import Run
-from ithaca.workers import WorkerError, Workers
+from ithaca.base.processes.pool import WorkerError, Workers
+from ithaca.engine.run import Run
 
 from .tiny import prepared, tiny, tokens
 

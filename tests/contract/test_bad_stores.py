@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ithaca
-from ithaca.workers import WorkerError, Workers
+from ithaca.base.processes.pool import WorkerError, Workers
 
 from .tiny import tiny, tokens
 

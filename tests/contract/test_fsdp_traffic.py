@@ -14,9 +14,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from ithaca.run import Run
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.run import Run
 from ithaca.verify.presets import add_lora
-from ithaca.workers import Workers
 
 from .tiny import prepared, tiny, tokens
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import ithaca.activations.loss
-import ithaca.run
-from ithaca.run import Run
-from ithaca.workers import Workers
+import ithaca.engine.objective.cross_entropy
+import ithaca.engine.run
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.run import Run
 
 from .tiny import gradients, prepared, tiny, tokens, worst
 
@@ -82,13 +82,13 @@ def test_tiles_do_not_change_how_often_attention_runs():
 @pytest.mark.parametrize("tile", [1, 7, 48, 4096])
 def test_logits_of_one_tile_at_a_time(tile: int, monkeypatch: pytest.MonkeyPatch):
     run = prepared(tile=tile, shard_parameters=False)
-    seen, plain = [], ithaca.activations.loss.cross_entropy_sum
+    seen, plain = [], ithaca.engine.objective.cross_entropy.cross_entropy_sum
 
     def watched(logits: Tensor, *args):
         seen.append(tuple(logits.shape))
         return plain(logits, *args)
 
-    monkeypatch.setattr(ithaca.activations.loss, "cross_entropy_sum", watched)
+    monkeypatch.setattr(ithaca.engine.objective.cross_entropy, "cross_entropy_sum", watched)
     run.loss(run.shard(tokens(2, 48))).backward()
     assert seen == [(2, min(tile, 48 - start), 257) for start in range(0, 48, tile)]
 
@@ -231,7 +231,7 @@ def test_a_forward_that_is_dropped_leaves_nothing(store: str, recompute: str):
 @pytest.mark.parametrize("fsdp", [False, True], ids=["plain", "fsdp"])
 def test_a_forward_that_fails_leaves_nothing_and_the_next_is_right(fsdp: bool, monkeypatch: pytest.MonkeyPatch):
     run = prepared(store="host", shard_parameters=fsdp)
-    batch, plain = run.shard(tokens()), ithaca.run.run_layer
+    batch, plain = run.shard(tokens()), ithaca.engine.run.run_layer
 
     def fail_in_the_last(x: Tensor, call):
         if call.layer.index == LAYERS - 1:
@@ -239,7 +239,7 @@ def test_a_forward_that_fails_leaves_nothing_and_the_next_is_right(fsdp: bool, m
         return plain(x, call)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ithaca.run, "run_layer", fail_in_the_last)
+        patch.setattr(ithaca.engine.run, "run_layer", fail_in_the_last)
         with pytest.raises(RuntimeError, match="out of memory"):
             run.loss(batch)
     gc.collect()
@@ -250,7 +250,7 @@ def test_a_forward_that_fails_leaves_nothing_and_the_next_is_right(fsdp: bool, m
 
 def fail_in_backward(stack: dict[str, Any]) -> tuple[str, Any, int]:
     """A backward that fails in its first layer, as out of memory would, and then a whole new step."""
-    from ithaca.layer import composed, streamed
+    from ithaca.engine.layer import composed, streamed
 
     run, plain = prepared(**stack), streamed.after_backward
 
@@ -344,8 +344,10 @@ def test_a_second_backward_is_an_error_that_says_so(workers: Workers, store: str
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_a_layer_that_stores_nothing_is_an_error(store: str, monkeypatch: pytest.MonkeyPatch):
     run = prepared(store=store, shard_parameters=False)
-    plain = ithaca.run.run_layer
-    monkeypatch.setattr(ithaca.run, "run_layer", lambda x, call: (x * 1.0,) if call.layer.index else plain(x, call))
+    plain = ithaca.engine.run.run_layer
+    monkeypatch.setattr(
+        ithaca.engine.run, "run_layer", lambda x, call: (x * 1.0,) if call.layer.index else plain(x, call)
+    )
     with pytest.raises(RuntimeError, match=f"store='{store}' was asked for, but layer 1 stored nothing"):
         run.loss(run.shard(tokens()))
     with torch.no_grad():

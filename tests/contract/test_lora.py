@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.model.weights import cast_parameters
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.model.weights import cast_parameters
 
 from .tiny import gradients, prepared, tiny, tokens, worst
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
 
 from .tiny import gradients, prepared, tiny, tokens, worst
 

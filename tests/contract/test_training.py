@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import ithaca
-from ithaca.model.weights import cast_parameters
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.model.weights import cast_parameters
 
 from .tiny import gradients, prepared, tiny, tokens, whole
 

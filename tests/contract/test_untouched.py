@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ithaca.base.processes.pool import Workers
 from ithaca.verify.presets import add_lora
-from ithaca.workers import Workers
 
 from .tiny import prepared, tiny, tokens, whole
 

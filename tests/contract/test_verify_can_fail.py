@@ -13,14 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import ithaca.batch
-import ithaca.parallelize
-import ithaca.run
-from ithaca.batch import Batch
-from ithaca.run import Run
+import ithaca.engine.batch
+import ithaca.engine.parallelize
+import ithaca.engine.run
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.batch import Batch
+from ithaca.engine.run import Run
 from ithaca.stack import Stack
 from ithaca.verify.case import Case, run_case
-from ithaca.workers import Workers
 
 CHECKS = ("logits", "plain", "packed", "leak", "window")
 
@@ -28,7 +28,7 @@ CHECKS = ("logits", "plain", "packed", "leak", "window")
 @contextmanager
 def wrong_gqa_pairing() -> Iterator[None]:
     """Query heads meet the KV head after their own, as a contiguous split of a pretrained wq would do."""
-    plain = ithaca.parallelize.head_schedule
+    plain = ithaca.engine.parallelize.head_schedule
 
     def rotated(heads: int, kv_heads: int, ranks: int, heads_per_stage: int | None):
         turn = lambda lists: tuple(tuple((head + 1) % kv_heads for head in each) for each in lists)  # noqa: E731
@@ -36,31 +36,31 @@ def wrong_gqa_pairing() -> Iterator[None]:
             replace(stage, fresh=turn(stage.fresh)) for stage in plain(heads, kv_heads, ranks, heads_per_stage)
         )
 
-    with patch.object(ithaca.parallelize, "head_schedule", rotated):
+    with patch.object(ithaca.engine.parallelize, "head_schedule", rotated):
         yield
 
 
 @contextmanager
 def gradients_times_ranks() -> Iterator[None]:
     """The loss is right, the gradients are scaled by the parallel degree."""
-    plain = ithaca.run._GlobalSum.backward
+    plain = ithaca.engine.run._GlobalSum.backward
 
     def scaled(ctx, grad):
         return plain(ctx, grad * 2)
 
-    with patch.object(ithaca.run._GlobalSum, "backward", staticmethod(scaled)):
+    with patch.object(ithaca.engine.run._GlobalSum, "backward", staticmethod(scaled)):
         yield
 
 
 @contextmanager
 def mask_without(documents: bool, window: bool) -> Iterator[None]:
     """A causal flag that silently replaces what else the mask should say."""
-    plain = ithaca.batch.plan_segments
+    plain = ithaca.engine.batch.plan_segments
 
     def causal(q_chunks, k_chunks, bounds, reach, device):
         return plain(q_chunks, k_chunks, None if documents else bounds, None if window else reach, device)
 
-    with patch.object(ithaca.batch, "plan_segments", causal):
+    with patch.object(ithaca.engine.batch, "plan_segments", causal):
         yield
 
 
@@ -75,7 +75,10 @@ def labels_shifted_after_sharding() -> Iterator[None]:
         late[:, :-1] = batch.labels[:, 1:]
         return replace(batch, labels=late)
 
-    with patch.object(ithaca.batch, "shift_labels", lambda labels, *_: labels), patch.object(Run, "shard", shard):
+    with (
+        patch.object(ithaca.engine.batch, "shift_labels", lambda labels, *_: labels),
+        patch.object(Run, "shard", shard),
+    ):
         yield
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import ithaca
+from ithaca.engine.model.presets import preset_config
 from ithaca.verify.case import full_gradients
-from ithaca.verify.presets import build, preset_config
+from ithaca.verify.presets import build
 
 VOCABULARY = 257
 

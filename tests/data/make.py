@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from ithaca.data.folder import Packed
 from ithaca.data.pack import pack
 from ithaca.data.source import Source
-from ithaca.mesh import Group, Mesh
+from ithaca.engine.mesh import Group, Mesh
 
 # The shape of most templates: a header per turn, an end token, a header to ask for the next one.
 CHATML = (

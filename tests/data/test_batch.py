@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ithaca.batch import Batch, shard_batch
 from ithaca.data.batch import batch_from_rows, held_ranges
 from ithaca.data.plan import make_plan
 from ithaca.data.recall import Recall
 from ithaca.data.rows import Rows, Stream
-from ithaca.sequence import Layout
+from ithaca.engine.batch import Batch, shard_batch
+from ithaca.engine.sequence import Layout
 from ithaca.stack import Stack
 
 from .make import mesh_of, pack_ids, pack_random

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.run_folder import RunFolder
 from ithaca.config import load
 from ithaca.config.schema import Config
 from ithaca.data import folder as packed_folder
 from ithaca.data.folder import Packed
-from ithaca.train.folder import RunFolder
-from ithaca.train.samples import check_files, pack_sources
+from ithaca.data.samples import check_files, pack_sources
 
 from .make import pack_random
 
@@ -93,7 +93,7 @@ def test_what_was_just_written_is_not_read_again(tmp_path: Path, monkeypatch: py
 
 
 def test_reading_for_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from ithaca.train import samples
+    from ithaca.data import samples
 
     monkeypatch.setattr(samples, "_OFTEN", -1.0)
     pack_random(tmp_path / "p", 20, 50, masked=False)

@@ -16,8 +16,8 @@ from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.data.find import BESIDE, EMPTY, FOLDER, HIDDEN, LINKED, OTHER, OTHER_SPLIT, UNKNOWN, find_files
 from ithaca.data.pack import pack
+from ithaca.data.samples import pack_sources
 from ithaca.data.source import Source
-from ithaca.train.samples import pack_sources
 
 from .make import write_jsonl
 

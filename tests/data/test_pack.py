@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -334,22 +333,20 @@ def test_nothing_stays_after_a_failure(tmp_path: Path, tokenizer: Path):
 
 
 def test_a_killed_pack_leaves_nothing_that_looks_done_and_is_swept(tmp_path: Path, tokenizer: Path):
-    line = json.dumps({"input_ids": list(range(3000))}) + "\n"
-    path = tmp_path / "a.jsonl"
-    path.write_text(line * 2000)
+    """At the last moment: everything is written, and is about to be brought to the disk."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": list(range(3000))}])
     program = f"""if True:
+        import os, signal
+        from ithaca.data import publish
         from ithaca.data.pack import pack
         from ithaca.data.source import Source
+        publish.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         pack([Source({str(path)!r})], {str(tmp_path / "packed")!r}, vocabulary=3000, workers=1, quiet=True)
     """
     process = subprocess.Popen([sys.executable, "-c", program])
-    until = time.monotonic() + 60
+    assert process.wait() == -signal.SIGKILL
     mark = f".packed.unfinished-{socket.gethostname()}-{process.pid}"
-    while not (tmp_path / mark / "tokens-00000.bin").exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert (tmp_path / mark).is_dir() and not (tmp_path / "packed").exists()
+    assert (tmp_path / mark / "tokens-00000.bin").exists() and not (tmp_path / "packed").exists()
     small = write_jsonl(tmp_path / "b.jsonl", [{"text": "hello"}])
     packing(tmp_path, small, tokenizer)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "packed"]

@@ -5,30 +5,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
 
-from ithaca.data.parallel import run_tasks
+from ithaca.base.processes.tasks import run_tasks
 from ithaca.data.progress import Progress
 
 
 def start(job: Any):
-    """Tasks: a number is squared after a while; a text is something bad."""
+    """Tasks: a number is squared; a text is something bad."""
 
     def handle(task: Any, report: Any) -> Any:
         report(1)
-        if isinstance(task, (int, float)):
-            time.sleep(job)
+        if isinstance(task, int):
             return (task * task, os.getpid())
-        kind, seconds = task
-        time.sleep(seconds)
-        if kind == "value":
-            raise ValueError(f"bad record after {seconds}")
-        if kind == "disk":
+        if task.startswith("value"):
+            raise ValueError(f"bad record: {task}")
+        if task == "disk":
             raise OSError(28, "No space left on device")
-        if kind == "bug":
+        if task == "bug":
             raise KeyError("oops")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,7 +40,7 @@ def left_behind() -> list[Any]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_come_in_order(workers: int):
     reports: list[int] = []
-    results = run_tasks(start, 0.0, list(range(20)), workers, reports.append)
+    results = run_tasks(start, None, list(range(20)), workers, reports.append)
     assert [value for value, _ in results] == [i * i for i in range(20)] and len(reports) == 20
     assert (os.getpid() in {pid for _, pid in results}) == (workers == 1)
     assert not left_behind()
@@ -52,23 +49,23 @@ def test_results_come_in_order(workers: int):
 @pytest.mark.parametrize(
     ("tasks", "kind", "message"),
     [
-        (
-            [("value", 0.5), ("value", 0.0), 1, 2],
-            ValueError,
-            "bad record after 0.5",
-        ),  # the first of them, not the fastest
-        ([1, ("disk", 0.0), 2], OSError, "No space left on device"),
-        (
-            [1, ("kill", 0.0), 2],
-            ChildProcessError,
-            r"was killed by SIGKILL; most likely memory ran out: use fewer workers",
-        ),
-        ([1, ("bug", 0.0), 2], RuntimeError, r"Traceback(.|\n)*KeyError: 'oops'"),
+        ([1, "disk", 2], OSError, "No space left on device"),
+        ([1, "kill", 2], ChildProcessError, r"was killed by SIGKILL; most likely memory ran out: use fewer workers"),
+        ([1, "bug", 2], RuntimeError, r"Traceback(.|\n)*KeyError: 'oops'"),
     ],
 )
 def test_failures(tasks: list[Any], kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
-        run_tasks(start, 0.0, tasks, 2, lambda report: None)
+        run_tasks(start, None, tasks, 2, lambda report: None)
+    assert not left_behind()
+
+
+def test_of_several_failures_the_first_is_told_and_not_the_fastest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "ithaca.base.processes.tasks.wait", lambda pipes: wait(pipes[-1:])
+    )  # the last that works is heard first
+    with pytest.raises(ValueError, match="bad record: value 1"):
+        run_tasks(start, None, ["value 1", "value 2", 1, 2], 2, lambda report: None)
     assert not left_behind()
 
 

@@ -11,7 +11,7 @@ import torch
 from ithaca.data.batch import held_ranges
 from ithaca.data.recall import Recall, recall_score
 from ithaca.data.rows import IGNORE
-from ithaca.sequence import Layout
+from ithaca.engine.sequence import Layout
 
 
 @pytest.mark.parametrize(("context", "keys", "values"), [(64, 4, 8), (100, 2, 2), (2048, 16, 10), (333, 5, 7)])

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ithaca.activations import loss
 from ithaca.data.batch import batch_from_rows
 from ithaca.data.folder import Packed
 from ithaca.data.pack import pack
@@ -15,7 +14,8 @@ from ithaca.data.plan import Counts, make_plan, open_plan
 from ithaca.data.recall import Recall
 from ithaca.data.rows import IGNORE, Rows, Stream, open_rows
 from ithaca.data.source import Source
-from ithaca.sequence import Layout, read_documents
+from ithaca.engine.objective import cross_entropy as loss
+from ithaca.engine.sequence import Layout, read_documents
 from ithaca.stack import Stack
 
 from .make import mesh_of, pack_ids, pack_random

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
-from ithaca.evaluate.alone import evaluate_alone
-from ithaca.evaluate.opening import find_model
-from ithaca.workers import Workers
+from ithaca.evaluation.alone import evaluate_alone
+from ithaca.evaluation.opening import find_model
 
 from ..data.make import byte_level, save_tokenizer, words
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import ithaca
+from ithaca.base.processes.pool import Workers
 from ithaca.config import load
 from ithaca.data.needles import Needles
 from ithaca.data.rows import IGNORE, Stream
-from ithaca.evaluate.languages import Ids
-from ithaca.evaluate.score import position_edges, score_rows
-from ithaca.evaluate.suite import make_suite, run_suite
-from ithaca.workers import Workers
+from ithaca.evaluation.languages import Ids
+from ithaca.evaluation.score import position_edges, score_rows
+from ithaca.evaluation.suite import make_suite, run_suite
 
 from ..contract.tiny import VOCABULARY, prepared, tiny
 
@@ -168,7 +168,7 @@ def one_layer() -> ithaca.Run:
 
 
 def far(length: int) -> list[list[float]]:
-    from ithaca.evaluate.tasks import Task
+    from ithaca.evaluation.tasks import Task
 
     run = one_layer()
     task = Task("needle", Ids(VOCABULARY), length, 0.25)

@@ -10,8 +10,8 @@ import pytest
 from ithaca.data.needles import EVERY, Needles
 from ithaca.data.rows import IGNORE
 from ithaca.data.tokenizer import load_tokenizer
-from ithaca.evaluate.languages import EVERY_TASK, Ids, Language, Pairs, Words
-from ithaca.evaluate.tasks import VALUES, Task
+from ithaca.evaluation.languages import EVERY_TASK, Ids, Language, Pairs, Words
+from ithaca.evaluation.tasks import VALUES, Task
 
 from ..data.make import byte_level, save_tokenizer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ithaca import faults
+from ithaca.base import faults
 from ithaca.cli.main import main
 
 ALLOWED = {faults.ALLOW: "1"}
@@ -103,9 +103,7 @@ def test_numbers_and_time(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("kind", "status"), [("kill", -9), ("term", -15), ("segv", -11), ("exit=6", 6)])
 def test_what_ends_a_process(kind: str, status: int):
-    program = (
-        f"import os\nfrom ithaca import faults\nfaults.arm(faults.parse_all(['{kind}@0:0'], os.environ), 0, None)\n"
-    )
+    program = f"import os\nfrom ithaca.base import faults\nfaults.arm(faults.parse_all(['{kind}@0:0'], os.environ), 0, None)\n"
     done = subprocess.run(
         [sys.executable, "-c", program + "faults.reach('fwd')"],
         env={**os.environ, **ALLOWED},

@@ -17,8 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,20 @@ from typing import Any
 import psutil
 import pytest
 
-from ithaca.observe import read_metrics
-from ithaca.storage.files import latest, published, verify
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
+from ithaca.observe.metrics import read_metrics
+from ithaca.storage.check import verify
+from ithaca.storage.files import latest, published
 
+from ..waiting import wait_until
 from .test_signals import run_once, weights
-from .test_supervisor import ranks_of
+from .test_supervisor import pending, ranks_of, states
 
 LONG = os.environ.get("ITHACA_FAULTS") == "long"
 WORLD = 4 if LONG else 2
 KILLS = 50 if LONG else 2
 LAYOUT = ["stack.ulysses=2", f"stack.ring={WORLD // 2}", f"launch.cpu={WORLD}"]
-SETTINGS = [*LAYOUT, "checkpoint.every=1", "checkpoint.keep_last=3", "launch.timeouts.step=8"]
+SETTINGS = [*LAYOUT, "checkpoint.every=1", "checkpoint.keep_last=3"]
 FAULTS = ["kill@1:2:fwd", "raise@0:3:bwd"]
 if LONG:
     FAULTS += [
@@ -48,6 +49,7 @@ if LONG:
         "kill@0:8:save.before_rename",
     ]
     FAULTS += ["stop@2:9:bwd", "gil@1:10:fwd", "exit@3:11:optim"]
+    SETTINGS += ["launch.timeouts.step=20"]  # for those that freeze
 # eight attempts, one after the other: about a minute on two slow cores, twice that beside others
 pytestmark = pytest.mark.timeout(3600 if LONG else 900)
 # Python that the kernel kills with the test: one that is killed itself would leave a run behind that restarts a thousand times
@@ -55,7 +57,6 @@ TIED = [
     sys.executable, "-c",
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
 ]  # fmt: skip
-SECONDS = 20.0  # from a kill to the next step, 4 ranks on 2 cores
 
 
 @dataclass
@@ -68,7 +69,6 @@ class Story:
     damaged: list[str] = field(default_factory=list)
     recovery: list[float] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
-    survivors: list[int] = field(default_factory=list)
     stopped: dict[str, Any] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -94,7 +94,7 @@ class Story:
     def step(self) -> int:
         """The last one written down."""
         try:
-            lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
+            lines = (self.folder / "metrics.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()  # whole ones
         except FileNotFoundError:
             return 0
         return next((found["step"] for line in reversed(lines) if "step" in (found := json.loads(line))), 0)
@@ -106,12 +106,18 @@ class Story:
     def status(self) -> dict[str, Any]:
         return json.loads((self.folder / "status.json").read_text())
 
-    def wait(self, condition: Any, seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
+    def wait(self, condition: Callable[[], Any]) -> None:
+        def trouble() -> str:
             assert self.process.poll() is None, f"the run ended with {self.process.returncode}:\n{self.text[-3000:]}"
-            assert time.monotonic() < deadline, f"it did not happen:\n{self.text[-3000:]}"
-            time.sleep(0.02)
+            return f":\n{self.text[-3000:]}"
+
+        wait_until(condition, trouble)
+
+    def wait_for_faults(self) -> None:
+        """Until all have fired, and the attempt that the last one ended is over: its cause is told."""
+        for count in range(len(FAULTS)):
+            self.wait(lambda count=count: len(self.spent()) > count)
+        self.wait(lambda: any(FAULTS[-1] in line and not line.startswith("fault: ") for line in self.text.splitlines()))
 
     def wait_for_training(self) -> None:
         """Until an attempt has passed the newest checkpoint: a step that was not there before."""
@@ -123,20 +129,21 @@ class Story:
         """What is published now must be whole, whatever is being killed."""
         newest = latest(self.folder / "checkpoints")
         if newest is not None:
-            self.damaged += verify(newest)
+            found = verify(newest)
+            self.damaged += found if newest.is_dir() else []  # else a slow look: it was removed after three newer ones
 
     def kill_one(self, choose: random.Random) -> None:
-        restarts, begin = self.text.count("restarting from"), self.step
-        time.sleep(choose.uniform(0.0, 1.0))
+        restarts = self.text.count("restarting from")
+        time.sleep(choose.uniform(0.0, 1.0))  # any moment will do: nothing is expected to have happened
         choose.choice(self.ranks).kill()
         killed = time.monotonic()
         self.wait(lambda: self.text.count("restarting from") > restarts)
         self.check()
-        self.wait(lambda: self.step > begin and self.status().get("state") in ("running", "saving"))
+        self.wait_for_training()
         self.recovery.append(time.monotonic() - killed)
 
     def end(self) -> None:
-        self.codes.append(self.process.wait(60))
+        self.codes.append(self.process.wait())
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +152,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     mine = Story(base / "run", base / "said.txt")
     try:
         mine.start()
-        mine.wait(lambda: mine.spent() == sorted(FAULTS), 120.0 * len(FAULTS))
-        mine.wait(lambda: mine.status().get("state") == "restarting")
+        mine.wait_for_faults()
         mine.check()
         mine.wait_for_training()
         choose = random.Random(0)
@@ -162,15 +168,22 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         family = psutil.Process(mine.process.pid).children(recursive=True)
         mine.process.kill()
         mine.end()
-        psutil.wait_procs(family, timeout=5)
-        mine.survivors += [each.pid for each in family if each.is_running()]
+        wait_until(lambda: not any(each.is_running() for each in family), lambda: "they survive the launcher")
         mine.check()
 
         mine.start()
         mine.wait_for_training()
-        for each in (psutil.Process(mine.process.pid), *mine.ranks):
-            with suppress(psutil.NoSuchProcess):  # the launcher has passed it on, and the rank has gone
-                each.send_signal(signal.SIGINT)
+        # a terminal or a scheduler signals everybody; the ranks stand still until they have both that and the launcher's
+        ranks = mine.ranks
+        for each in ranks:
+            each.suspend()
+        mine.wait(lambda: all(states(each) == {"T"} for each in ranks))
+        mine.process.send_signal(signal.SIGINT)
+        for each in ranks:
+            each.terminate()
+        mine.wait(lambda: all(pending(each, number) for each in ranks for number in (signal.SIGINT, signal.SIGTERM)))
+        for each in ranks:
+            each.resume()
         mine.end()
         yield mine
     finally:
@@ -182,6 +195,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 def test_the_newest_checkpoint_verifies_after_every_kill(story: Story):
     """F1, F3, F4: at most the steps since the last published checkpoint are lost, and nobody has to clean up."""
     assert story.damaged == [] and len(story.recovery) == KILLS
+    if LONG:
+        took = sorted(story.recovery)
+        print(f"\nfrom kill to the next new step: median {took[KILLS // 2]:.1f} s, longest {took[-1]:.1f} s of {KILLS}")
     assert all(verify(path) == [] for path in published(story.folder / "checkpoints"))
 
 
@@ -208,13 +224,14 @@ def test_a_signal_to_the_launcher_publishes_one_step_and_ends_with_75(story: Sto
 
 def test_nobody_survives_the_launcher_and_the_next_start_says_so(story: Story):
     """F2."""
-    assert story.codes[1] == -signal.SIGKILL and story.survivors == []
+    assert story.codes[1] == -signal.SIGKILL
     assert story.text.count("Previous run ended without a clean stop.") == 1
 
 
-def test_ctrl_c_to_everybody_counts_once(story: Story):
-    """F11: a terminal or a scheduler signals the launcher and all ranks together."""
-    assert story.codes[2] == 75 and story.status()["cause"] == "SIGINT" and "stopped at once" not in story.text
+def test_signals_to_everybody_count_once(story: Story):
+    """F11: a rank gets the one that was sent to it, and what the launcher passes on."""
+    assert story.codes[2] == 75 and "stopped at once" not in story.text
+    assert story.status()["cause"] in ("SIGINT", "SIGTERM")  # whichever the rank has looked at first
 
 
 def test_the_weights_are_those_of_a_run_without_faults(story: Story, workers: Workers, tmp_path: Path):
@@ -239,29 +256,39 @@ def test_nothing_is_left_behind(story: Story):
     assert not [path for path in Path("/dev/shm").iterdir() if "ithaca" in path.name]
 
 
+ALONE = """
+import sys, threading, time
+from types import SimpleNamespace
+from ithaca.base import faults
+from ithaca.cli.main import main
+from ithaca.training.launch import peers, pulse
+
+hang, looks = faults._ACTS["hang"].__code__, []
+
+def now():
+    if sys._current_frames()[threading.main_thread().ident].f_code is hang:
+        looks.append("it hangs")
+    return 86400.0 if len(looks) > 1 else 0.0
+
+pulse.PERIOD, pulse.time = 0.05, SimpleNamespace(monotonic=now)
+peers.time = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)  # nobody is there to read a verdict
+sys.exit(main(sys.argv[1:]))
+"""
+"""A run with a clock that stands still as long as it does something, and is a day ahead from the second look at its hang on. At the
+first it may be on its way into it: a sign of life is the line of code, then the time."""
+
+
 def test_a_run_of_one_process_notices_that_it_hangs(tmp_path: Path):
     """F20: nobody else is there to."""
     settings = ["data.context=64", "train.steps=3", "train.warmup=1", "launch.cpu=1", "stack.ulysses=1", "stack.ring=1"]
-    settings += ["launch.timeouts.step=1.5", f"run.folder={tmp_path}"]
+    settings += [f"run.folder={tmp_path}"]
     words = [word for each in settings for word in ("--" + each.partition("=")[0], each.partition("=")[2])]
     done = subprocess.run(
-        [sys.executable, "-m", "ithaca", "train", "--recipe", "tiny_cpu", *words, "--fault", "hang@0:2:bwd"], text=True,
-        env={**os.environ, "ITHACA_ALLOW_FAULTS": "1"}, capture_output=True, timeout=120,
+        [sys.executable, "-c", ALONE, "train", "--recipe", "tiny_cpu", *words, "--fault", "hang@0:2:bwd"], text=True,
+        env={**os.environ, "ITHACA_ALLOW_FAULTS": "1"}, capture_output=True,
     )  # fmt: skip
     status = json.loads((tmp_path / "status.json").read_text())
     assert done.returncode == 7 and (status["state"], status["exit_code"]) == ("failed", 7), done.stderr
-    assert (
-        status["cause"].startswith("the run made no progress for ")
-        and "in step 2, at ithaca/faults.py:" in status["cause"]
-    )
+    assert status["cause"].startswith("the run made no progress for 86400 s in step 2, at base/faults.py:")
     assert f"ithaca: {status['cause']}\n  stacks: {tmp_path}/stacks" in done.stderr
     assert "faults.py" in (tmp_path / "stacks/rank-0.txt").read_text()
-
-
-@pytest.mark.skipif(not LONG, reason="measured with 4 ranks on a quiet machine: make faults")
-def test_from_a_kill_to_the_next_step(story: Story):
-    took = sorted(story.recovery)
-    print(
-        f"\nfrom kill to the next new step: median {took[len(took) // 2]:.1f} s, longest {took[-1]:.1f} s of {len(took)}"
-    )
-    assert took[-1] <= SECONDS

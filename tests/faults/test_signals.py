@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from ithaca import faults
+from ithaca.base import faults
+from ithaca.base.exits import Failed
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
 from ithaca.config import load
-from ithaca.observe import read_metrics
-from ithaca.storage.files import verify
-from ithaca.train.ends import Failed
-from ithaca.train.trainer import train
-from ithaca.workers import Workers
+from ithaca.engine import own_time
+from ithaca.observe.metrics import read_metrics
+from ithaca.storage.check import verify
+from ithaca.training.trainer import train
 
 SHORT = ["data.context=64", "train.warmup=1", "train.schedule=constant", "train.rows=4", "log.every=1"]
 EVAL = ["eval.every=2", "eval.rows=4", "eval.sources=[{synthetic: recall}]"]
@@ -120,7 +122,7 @@ def test_a_file_called_save_saves_a_live_run(workers: Workers, tmp_path: Path):
 def test_too_little_host_memory_is_said_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("ithaca.activations.host.available_memory", lambda: 1000)
+    monkeypatch.setattr("ithaca.engine.offload.host.available_memory", lambda: 1000)
     settings = [*SHORT, "launch.cpu=1", "stack.ulysses=1", "stack.ring=1", f"run.folder={tmp_path}", "train.steps=2"]
     words = [word for each in settings for word in ("--" + each.partition("=")[0], each.partition("=")[2])]
     assert main(["train", "--recipe", "tiny_cpu", *words]) == 5
@@ -158,8 +160,27 @@ def weights(folder: Path, step: int) -> dict[str, str]:
     return {name: about["sha256"] for name, about in manifest["files"].items() if name.endswith(".distcp")}
 
 
+def run_by_another_clock(folder: str, overrides: list[str], injected: list[str]) -> tuple[int, str]:
+    """What a rank does alone takes hours on this clock, the same on every rank however busy the machine is; sleep takes none."""
+    now = [0.0]
+
+    def pass_by(seconds: float) -> float:
+        now[0] += seconds
+        return now[0]
+
+    kept = own_time.time, faults.time
+    own_time.time = cast(Any, SimpleNamespace(perf_counter=lambda: pass_by(10_000.0)))
+    faults.time = cast(Any, SimpleNamespace(sleep=pass_by))
+    try:
+        return run_once(folder, overrides, injected)
+    finally:
+        own_time.time, faults.time = kept
+
+
 def test_a_slow_rank_is_named_in_the_log_and_the_metrics(workers: Workers, tmp_path: Path):
-    assert run(workers, tmp_path, "train.steps=14", injected=("slow=40@2:3",)) == [(0, "")] * 4
+    settings = [*FOUR, "train.steps=14"]
+    found = workers.run(run_by_another_clock, str(tmp_path), settings, ["slow=40@2:3"], world=4)
+    assert found == [(0, "")] * 4
     events = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line.get("event") == "straggler"]
     assert [event["rank"] for event in events] == [2] and events[0]["ratio"] > 5
     assert "rank 2 is " in said(tmp_path) and "× slower than the median" in said(tmp_path)

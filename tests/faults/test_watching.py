@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from ithaca.base import exits
 from ithaca.config.schema import Config, Data, Model, Timeouts, Train
-from ithaca.launch import exits, pulse
-from ithaca.launch.blame import Sign, to_blame, words
-from ithaca.launch.local import Outcome
-from ithaca.launch.memory import oom_kills
-from ithaca.launch.pulse import Beat, Pulse
-from ithaca.launch.supervise import Policy
 from ithaca.observe.stragglers import WINDOW, Stragglers
 from ithaca.storage.files import CheckpointError
-from ithaca.train.resume import changes, topology
-from ithaca.train.saving import Saver, grace_of
+from ithaca.training.launch import pulse
+from ithaca.training.launch.blame import Sign, to_blame, words
+from ithaca.training.launch.local import Outcome
+from ithaca.training.launch.memory import oom_kills
+from ithaca.training.launch.pulse import Beat, Pulse
+from ithaca.training.launch.supervise import Policy
+from ithaca.training.resume import changes, topology
+from ithaca.training.saving import Saver, grace_of
 
 # Limits
 
 
 def test_a_slow_run_is_not_taken_for_a_hanging_one(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr(pulse.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now[0]))
     said: list[Beat] = []
     mine = Pulse(Timeouts(), said.append)
     mine.expect(1200.0)  # a step of 10 M tokens, as planned

@@ -67,11 +67,11 @@ def _accept(*_: Any, **__: Any) -> Any:
 
 
 STARTS = (
-    "ithaca.workers.Workers.__init__",
+    "ithaca.base.processes.pool.Workers.__init__",
     "ithaca.cli.train.start",
-    "ithaca.profiler.measure.measure",
-    "ithaca.profiler.rungs.measure_ladder",
-    "ithaca.planner.dry_run.dry_run",
+    "ithaca.observe.profiler.measure.measure",
+    "ithaca.observe.profiler.rungs.measure_ladder",
+    "ithaca.planner.dry_run.run.dry_run",
     "webbrowser.open",
 )
 

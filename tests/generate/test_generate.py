@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
-from ithaca.generate.greedy import generate
-from ithaca.workers import Workers
+from ithaca.evaluation.generate.greedy import generate
 
 from ..contract.tiny import VOCABULARY, prepared, tiny
 from ..data.make import CHATML, byte_level, save_tokenizer, words
@@ -119,7 +119,7 @@ def test_an_answer_comes_without_a_stack_of_cpp(folder: Path, tmp_path: Path, mo
         return linear(*given)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ithaca.model.projection.F.linear", product)
+    monkeypatch.setattr("ithaca.engine.model.projection.F.linear", product)
     assert main(["ask", str(folder), "What?", "--tokens", "1", "--cpu", "1"]) == 0
     assert came and not [each for each in recwarn if "mkldnn" in str(each.message)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ithaca.data.tokenizer import load_tokenizer
-from ithaca.generate.prompt import prompt_ids, read_text
+from ithaca.evaluation.generate.prompt import prompt_ids, read_text
 
 from ..data.make import byte_level, save_tokenizer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ithaca.attention.backends import BACKENDS
-from ithaca.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
-from ithaca.sequence import Layout, document_bounds
+from ithaca.engine.attention.backends import BACKENDS
+from ithaca.engine.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
+from ithaca.engine.sequence import Layout, document_bounds
 
 from ..attention.masks import distance, plain_attention, visible
 

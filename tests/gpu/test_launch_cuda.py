@@ -16,9 +16,9 @@ pytestmark = pytest.mark.gpu
 LAUNCH = """
 import sys
 from ithaca.config.schema import Launch
-from ithaca.launch.supervise import supervise
-from ithaca.launch.template import Template
-from ithaca.train.folder import RunFolder
+from ithaca.training.launch.supervise import supervise
+from ithaca.base.processes.fork_server import Template
+from ithaca.base.run_folder import RunFolder
 command = [sys.executable, *sys.argv[2:]]
 sys.exit(supervise(command, RunFolder(sys.argv[1]), Launch(restarts=2), 1, Template(command)))
 """

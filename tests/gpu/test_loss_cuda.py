@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ithaca.activations import loss as losses
-from ithaca.activations.loss import IGNORE, LossTerms, cap, cross_entropy_sum, fuses, tiled_loss
+from ithaca.engine.objective import cross_entropy as losses
+from ithaca.engine.objective.cross_entropy import IGNORE, LossTerms, cap, cross_entropy_sum, fuses, tiled_loss
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -80,7 +80,7 @@ def test_rows_beyond_two_to_the_31():
     logits = torch.randn(tokens, vocabulary, device=CUDA, dtype=torch.bfloat16)
     labels = torch.randint(0, vocabulary, (tokens,), device=CUDA)
     last = logits[-3:].float()
-    from ithaca.activations.loss_kernel import cross_entropy_in_place
+    from ithaca.engine.objective.kernel import cross_entropy_in_place
 
     cross_entropy_in_place(logits, labels, scale=1.0, label_smoothing=0.0, z_loss=0.0, ignore=IGNORE, learn=True)
     expected = last.softmax(-1)

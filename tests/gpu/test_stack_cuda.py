@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ithaca.engine.model.presets import TINY
 from ithaca.stack import Stack
 from ithaca.verify.case import Case, Session, run_case
-from ithaca.verify.presets import PRESETS
 from ithaca.verify.reference import distances
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ WIDE = (("hidden_size", 448), ("head_dim", 32), ("intermediate_size", 512), ("vo
 
 
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("model", [m for m in PRESETS if m not in ("mixtral", "qwen3_moe")])
+@pytest.mark.parametrize("model", [m for m in TINY if m not in ("tiny_mixtral", "tiny_qwen3_moe")])
 def test_no_worse_than_the_untouched_model(model, stack):
     case = Case(model, STACKS[stack], 1, "cuda", "bfloat16", 4093, changes=WIDE)
     items = run_case(case, ("logits", "plain", "packed", "leak"))
@@ -63,7 +63,8 @@ def test_experts_learn_on_cuda(model):
 
 def test_kept_attention_is_not_computed_again():
     from ithaca import prepare
-    from ithaca.verify.presets import build, preset_config
+    from ithaca.engine.model.presets import preset_config
+    from ithaca.verify.presets import build
 
     for recompute, forwards in (("none", 2), ("keep_attention", 2), ("layer", 4)):
         run = prepare(build(preset_config("llama3"), 0).cuda(), Stack(recompute=recompute))

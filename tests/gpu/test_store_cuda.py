@@ -7,7 +7,6 @@ once. A control shows that the same test fails when one wait is left out.
 import gc
 import random
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.activations import disk, host, near, scratch, transfer
-from ithaca.activations.disk import DiskStore
-from ithaca.activations.host import HostStore
-from ithaca.activations.packing import pack
-from ithaca.activations.store import Store, open_store
+from ithaca.engine.offload import disk, host, scratch, transfer
+from ithaca.engine.offload import host_cache as near
+from ithaca.engine.offload.choice import open_store
+from ithaca.engine.offload.disk import DiskStore
+from ithaca.engine.offload.host import HostStore
+from ithaca.engine.offload.packing import pack
+from ithaca.engine.offload.store import Store
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,16 +176,14 @@ def test_host_never_makes_the_cpu_wait() -> None:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:
-                begin = time.perf_counter()
                 torch.cuda._sleep(400 * MILLISECOND)
                 handles = [store.put([torch.ones(1 << 22, device=CUDA)]) for _ in range(6)]
                 for handle in reversed(handles):
                     store.take(handle)
-                seconds = time.perf_counter() - begin
                 ahead = not torch.cuda.current_stream().query()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            assert step == 0 or (ahead and seconds < 0.15)
+            assert step == 0 or ahead
 
 
 def compute_and_keep(store: Store, milliseconds: int, layers: int = 16) -> None:
@@ -216,7 +215,7 @@ def test_copies_hide_behind_work() -> None:
     assert busy.hidden_seconds > 0.8 * busy.copy_seconds
     assert idle.exposed_seconds > 0.3 * idle.copy_seconds
     assert idle.exposed_seconds < 2 * idle.copy_seconds
-    assert busy.setup_seconds < 0.1 and idle.setup_seconds < 0.1  # pinned in the first step only
+    assert busy.held_bytes == idle.held_bytes == 16 * (1 << 26)  # pinned in the first step only
 
 
 def test_device_memory_stays_bounded(two_under_way: None) -> None:
@@ -389,11 +388,10 @@ def test_what_is_near_does_not_wait_for_the_disk(
             compute_and_keep(store, 0, layers=8)
             assert torch.cuda.max_memory_allocated() - before <= 3 * unit + slack
             reports[budget] = store.report()
-            assert store._near.held_bytes == (8 * unit if budget else 0)
+            assert store._near.held_bytes == (8 * unit if budget else 0)  # pinned in the first step only
             assert bool(reads) == (budget == 0)
     close, far = reports.values()
     print(f"\nnear: {close}\nfar:  {far}")
-    assert close.setup_seconds < 0.1  # pinned in the first step only
     assert close.exposed_seconds < 0.5 * far.exposed_seconds
 
 

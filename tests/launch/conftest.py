@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = [sys.executable, "-m", "ithaca.launch"]
+LAUNCH = [sys.executable, "-m", "ithaca.training.launch"]
 ROOT = Path(__file__).parents[2]
 
 

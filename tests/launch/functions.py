@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 from ithaca.config import Config
 
@@ -29,8 +28,8 @@ def fail_on_rank_1(config: Config) -> int:
     """Rank 1 raises; the others wait for it in a collective and notice that it has gone."""
     import torch.distributed as dist
 
+    dist.barrier()  # all of them have started
     if dist.get_rank() == 1:
-        time.sleep(0.3)
         raise KeyError("missing weight")
     dist.barrier()
     return 0
@@ -59,7 +58,7 @@ def prove(config: Config) -> int:
     import torch
     import torch.distributed as dist
 
-    from ithaca.mesh import build_mesh
+    from ithaca.engine.mesh import build_mesh
     from ithaca.verify.case import Case, run_case
 
     torch.set_num_threads(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ithaca.launch import exits
-from ithaca.launch.cause import End, Failure, describe, last_line, root
+from ithaca.base import exits
+from ithaca.training.launch.cause import End, Failure, describe, last_line, root
 
 from .conftest import ROOT
 

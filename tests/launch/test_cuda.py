@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 def test_torchrun_on_one_gpu(run_yaml: Callable[..., Path]):
     path = run_yaml("{}", "auto")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29533"]
-    command = [*torchrun, "-m", "ithaca.launch", "tests.launch.functions:add_up_on_gpu", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [*torchrun, "-m", "ithaca.training.launch", "tests.launch.functions:add_up_on_gpu", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "cuda:0 sum 1, cpu sum 1" in done.stdout
 
@@ -31,6 +31,6 @@ def test_two_tasks_with_one_gpu_are_named(run_yaml: Callable[..., Path]):
     stub = [sys.executable, str(Path(__file__).with_name("stub_srun.py")), "--distribution=block"]
     done = subprocess.run(
         [*stub, *LAUNCH, "tests.launch.functions:add_up_on_gpu", str(path)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "SLURM_JOB_ID": "4713"}, timeout=120,
+        env={**os.environ, "SLURM_JOB_ID": "4713"},
     )  # fmt: skip
     assert done.returncode == 2 and "ranks 0 and 1 on " in done.stderr and "have the same GPU" in done.stderr

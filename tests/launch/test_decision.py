@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.run_folder import RunFolder
 from ithaca.config import load
-from ithaca.launch import start
-from ithaca.train.folder import RunFolder
+from ithaca.training.launch import start
 
 from .conftest import LAUNCH, ROOT
 
@@ -20,7 +20,7 @@ Write = Callable[..., Path]
 
 def launch(function: str, config: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [*LAUNCH, f"tests.launch.functions:{function}", str(config)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> int:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr("ithaca.launch.supervise.watch", refuse)
+    monkeypatch.setattr("ithaca.training.launch.supervise.watch", refuse)
 
 
 # It runs
@@ -113,7 +113,7 @@ def test_what_cannot_work_is_refused_before_any_process_starts(
 
 
 def test_gpus_are_counted(run_yaml: Write, monkeypatch: pytest.MonkeyPatch):
-    from ithaca.launch.decision import Plan, plan_workers
+    from ithaca.training.launch.decision import Plan, plan_workers
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert plan_workers(load(run_yaml("{}")).config) == Plan("cuda", 4)
@@ -144,5 +144,5 @@ def test_a_job_of_another_size_than_the_config(run_yaml: Write, launch_section: 
 def test_launch_by_module_says_how_it_is_used():
     done = subprocess.run(LAUNCH, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(
-        "ithaca: usage: python -m ithaca.launch module:function CONFIG"
+        "ithaca: usage: python -m ithaca.training.launch module:function CONFIG"
     )

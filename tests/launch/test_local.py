@@ -5,38 +5,51 @@ from __future__ import annotations
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ithaca.launch.process import usable_cores
+from ithaca.base.processes.system import usable_cores
+
+from ..waiting import wait_until
 
 LAUNCH = """
-import sys
+import os, sys
 from pathlib import Path
-from ithaca.launch import run_local
-code = run_local([sys.executable, "-c", sys.argv[2]], workers=int(sys.argv[1]), logs=Path("logs"), grace=0.5)
+from ithaca.training.launch import run_local
+grace = float(os.environ.get("GRACE", "inf"))  # nobody is killed because the machine is slow
+code = run_local([sys.executable, "-c", sys.argv[2]], workers=int(sys.argv[1]), logs=Path("logs"), grace=grace)
 assert "torch" not in sys.modules  # the launcher stays small
 sys.exit(code)
 """
-RANK = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def until(*names):
+    while not all(map(os.path.exists, names)): time.sleep(0.01)
+def meet(name):
+    open(f"{name}-{rank}", "w").close()
+    until(f"{name}-0", f"{name}-1")
+"""
+# A rank whose peer has ended may be ended too: both have said everything before the first of them does.
 SAVES = (
     RANK
     + """
 got = []
-signal.signal(signal.SIGTERM, lambda n, _: got.append(n)); signal.signal(signal.SIGINT, lambda n, _: got.append(n))
-signal.signal(signal.SIGUSR1, lambda n, _: got.append(n))
+for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(n, lambda n, _: got.append(n))
 print("ready", flush=True)
 while not got: time.sleep(0.01)
-time.sleep(0.3)
+for turn in ("first turn", "second turn"):
+    print(turn, flush=True)
+    until(turn)
 print("got", [signal.Signals(n).name for n in got], flush=True)
+meet("said")
 sys.exit(75)
 """
 )
@@ -45,27 +58,14 @@ DEAF = (
     + """
 for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, signal.SIG_IGN)
 print("ready", flush=True)
-time.sleep(60)
 """
 )
 
 
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Launchers of a test; none of them, and nothing they have started, outlives it."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.kill()
-        process.communicate()
-        for child in children:
-            child.kill()
-
-
 class Launcher:
-    def __init__(self, folder: Path, started: list[subprocess.Popen[str]]) -> None:
-        self.folder, self.started = folder, started
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
 
     def start(self, program: str, workers: int = 2, **environ: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -77,33 +77,42 @@ class Launcher:
 
     def run(self, program: str, workers: int = 2, **environ: str) -> tuple[int, str, str]:
         process = self.start(program, workers, **environ)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
         return process.returncode, out, err
 
     def log(self, rank: int) -> str:
         return (self.folder / "logs" / f"rank-{rank}.log").read_text()
 
-    def ready(self, workers: int = 2) -> None:
-        """Wait until every rank has said so."""
-        for rank in range(workers):
-            wait_until(lambda rank=rank: "ready" in self.log(rank))
+    def ready(self) -> None:
+        """Wait until both ranks have said so."""
+        wait_until(lambda: all("ready" in self.log(rank) for rank in (0, 1)), self.still_running)
+
+    def take_turns(self) -> None:
+        """With `SAVES`: the launcher has passed on two lines, one after the other. So it has looked for signals between them, and
+        whatever it would send a second time has been sent."""
+        stdout = self.started[-1].stdout
+        assert stdout is not None and stdout.readline() == "ready\n"
+        for turn in ("first turn", "second turn"):
+            assert stdout.readline() == f"{turn}\n"
+            (self.folder / turn).touch()
+
+    def still_running(self) -> str:
+        assert self.started[-1].poll() is None, "it has ended"
+        return ""
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, started: list[subprocess.Popen[str]]) -> Launcher:
-    return Launcher(tmp_path, started)
-
-
-def wait_until(condition, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            if condition():
-                return
-        except FileNotFoundError:
-            pass
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    """No launcher of a test, and nothing that it has started, outlives the test."""
+    made = Launcher(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.communicate()
+    for each in psutil.process_iter(["cwd"]):
+        if each.info["cwd"] == str(tmp_path):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 # Output
@@ -121,32 +130,30 @@ def test_rank_0_is_on_the_terminal_and_every_rank_in_its_log(launcher: Launcher)
 
 def test_output_is_live_and_its_last_words_are_not_lost(launcher: Launcher):
     process = launcher.start(
-        RANK + "print('first')\ntime.sleep(30 if rank else 0.5)\nprint('x' * 300000 + 'end')\nsys.exit(6)"
+        RANK + "print('first')\nuntil('never' if rank else 'seen')\nprint('x' * 300000 + 'end')\nsys.exit(6)"
     )
-    assert process.stdout is not None
-    begin = time.monotonic()
-    assert process.stdout.readline() == "first\n" and time.monotonic() - begin < 20
-    out, err = process.communicate(timeout=60)
+    assert process.stdout is not None and process.stdout.readline() == "first\n"
+    (launcher.folder / "seen").touch()  # only now does rank 0 go on
+    out, err = process.communicate()
     assert process.returncode == 6 and out == "x" * 300000 + "end\n"
     assert "rank 0 (pid" in err and 'xend"' not in err.splitlines()[0]
 
 
-def test_a_display_of_rank_0_has_the_terminal_to_itself(tmp_path: Path):
+def test_a_display_of_rank_0_has_the_terminal_to_itself(launcher: Launcher, tmp_path: Path):
     ours, theirs = pty.openpty()
     program = RANK + "print('tty', os.isatty(1)); rank or os.get_terminal_size(1); print('!', file=sys.stderr)"
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, "2", program], cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True,
+        start_new_session=True, text=True,
     )  # fmt: skip
+    launcher.started.append(process)
     os.close(theirs)
     text = b""
-    while select.select([ours], [], [], 15)[0]:
-        try:
+    with suppress(OSError):  # the terminal's other side has closed
+        while True:
             text += os.read(ours, 4096)
-        except OSError:  # the terminal's other side has closed
-            break
     os.close(ours)
-    assert process.wait(10) == 0
+    assert process.wait() == 0
     assert text == b"tty True\r\n"
     assert (tmp_path / "logs/rank-0.log").read_text() == "!\n"  # what a display draws is no log, and nothing tears it
     assert "tty False" in (tmp_path / "logs/rank-1.log").read_text()
@@ -157,7 +164,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(launcher: Launcher):
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(20) == 0 and process.stderr.read() == "done\n"
+    assert process.wait() == 0 and process.stderr.read() == "done\n"
     assert launcher.log(0).count("line") == 20000
 
 
@@ -185,10 +192,9 @@ def test_the_variables_of_a_job(launcher: Launcher):
     ],
 )  # fmt: skip
 def test_a_rank_that_fails_is_named_and_takes_the_others_with_it(launcher: Launcher, end: str, code: int, cause: str):
-    program = RANK + f"print('step 41', rank, flush=True)\nif rank == 1: {end}\ntime.sleep(60)"
-    begin = time.monotonic()
+    program = RANK + f"print('step 41', rank, flush=True)\nif rank == 1: {end}\nsignal.pause()"
     got, _, err = launcher.run(program, 3)
-    assert got == code and time.monotonic() - begin < 10
+    assert got == code
     lines = re.sub(r"pid \d+", "pid PID", err).splitlines()
     assert lines[0] == f"ithaca: {cause}"
     assert lines[1] == '  last line of its log: "step 41 1"'
@@ -196,16 +202,16 @@ def test_a_rank_that_fails_is_named_and_takes_the_others_with_it(launcher: Launc
 
 
 def test_a_rank_that_does_not_listen_is_killed(launcher: Launcher):
-    code, _, err = launcher.run(DEAF.replace("time.sleep(60)", "time.sleep(1 if rank else 60)\nsys.exit(4)"))
+    code, _, err = launcher.run(DEAF + "meet('deaf')\nif rank: sys.exit(4)\nwhile True: signal.pause()", GRACE="0")
     assert code == 4 and "rank 1 (pid" in err
 
 
 def test_what_a_rank_has_started_ends_with_it(launcher: Launcher):
-    sleeper = "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, flush=True)\n"
-    code, out, _ = launcher.run(RANK + sleeper + "time.sleep(0.2)\nsys.exit(5)")
+    sleeper = "import subprocess\nchild = subprocess.Popen(['sleep', 'infinity'])\nprint(child.pid, flush=True)\n"
+    code, out, _ = launcher.run(RANK + sleeper + "meet('said')\nsys.exit(5)")
     assert code == 5
     pids = [int(out), int(launcher.log(1))]
-    wait_until(lambda: not any(map(alive, pids)), 3)
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 def alive(pid: int) -> bool:
@@ -213,7 +219,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_command_that_cannot_start(tmp_path: Path):
-    from ithaca.launch import run_local
+    from ithaca.training.launch import run_local
 
     with pytest.raises(FileNotFoundError):
         run_local(["/no/such/program"], workers=2, logs=tmp_path)
@@ -227,9 +233,10 @@ def test_a_signal_is_passed_on_once_and_the_run_may_save(launcher: Launcher, sen
     process = launcher.start(SAVES)
     launcher.ready()
     process.send_signal(getattr(signal, sent))
-    out, err = process.communicate(timeout=60)
+    launcher.take_turns()
+    out, err = process.communicate()
     assert process.returncode == 75
-    assert out == f"ready\ngot ['{got}']\n" and launcher.log(1) == out
+    assert out == f"got ['{got}']\n" and launcher.log(1).endswith(f"second turn\n{out}")
     assert err == f"ithaca: {sent}: 2 workers save and stop; once more stops them at once\n"
 
 
@@ -238,37 +245,37 @@ def test_ctrl_c_reaches_each_rank_once(launcher: Launcher):
     process = launcher.start(SAVES)
     launcher.ready()
     os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and out == "ready\ngot ['SIGINT']\n" and launcher.log(1) == out
+    launcher.take_turns()
+    out, _ = process.communicate()
+    assert process.returncode == 75 and out == "got ['SIGINT']\n" and launcher.log(1).endswith(f"second turn\n{out}")
 
 
 def test_the_second_signal_stops_at_once(launcher: Launcher):
-    process = launcher.start(DEAF)
+    process = launcher.start(DEAF + "while True: signal.pause()")
     launcher.ready()
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None and "once more" in process.stderr.readline()
-    begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + 15 and time.monotonic() - begin < 8
+    _, err = process.communicate()
+    assert process.returncode == 128 + 15
     assert err == "ithaca: SIGTERM came again: stopped at once\n"
 
 
 def test_ranks_that_know_no_signals_end_by_it(launcher: Launcher):
-    process = launcher.start(RANK + "print('ready', flush=True)\ntime.sleep(60)")
+    process = launcher.start(RANK + "print('ready', flush=True)\nsignal.pause()")
     launcher.ready()
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 128 + 15
     assert err.splitlines()[-1] == "ithaca: SIGTERM ended the run before it could save"
 
 
 def test_nobody_survives_the_launcher(launcher: Launcher):
     """kill -9, while one rank sleeps and the other is busy."""
-    tie = "from ithaca.launch.process import tie_to_launcher\ntie_to_launcher(os.environ)\n"
-    process = launcher.start(RANK + tie + "print('ready', flush=True)\nwhile rank: pass\ntime.sleep(60)")
+    tie = "from ithaca.base.processes.system import tie_to_launcher\ntie_to_launcher(os.environ)\n"
+    process = launcher.start(RANK + tie + "print('ready', flush=True)\nwhile rank: pass\nsignal.pause()")
     launcher.ready()
     ranks = [child.pid for child in psutil.Process(process.pid).children()]
     assert len(ranks) == 2
     process.kill()
-    wait_until(lambda: not any(map(alive, ranks)), 3)
+    wait_until(lambda: not any(map(alive, ranks)))

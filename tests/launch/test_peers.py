@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from ithaca.base import exits
+from ithaca.base.run_folder import RunFolder
 from ithaca.config.schema import Timeouts
-from ithaca.launch import Job, exits
-from ithaca.launch.peers import Peers
-from ithaca.launch.pulse import Beat
-from ithaca.train.folder import RunFolder
+from ithaca.training.launch import Job
+from ithaca.training.launch.peers import Peers
+from ithaca.training.launch.pulse import Beat
 
 BEAT = Beat("step", 3, 0.1, 100.0)
+NOW = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ithaca.training.launch.peers.time", SimpleNamespace(monotonic=lambda: NOW))
 
 
 @pytest.fixture
@@ -36,18 +43,18 @@ def watcher(store: dist.Store, folder: Path) -> Peers:
 
 
 def put_back(peers: Peers, rank: int, seconds: float) -> None:
-    peers.heard[rank] = (peers.heard[rank][0], time.monotonic() - seconds)
+    peers.heard[rank] = (peers.heard[rank][0], NOW - seconds)
 
 
 def test_ranks_are_not_silent_because_the_store_is(store: dist.Store, tmp_path: Path):
     """On a host that is cut off all signs stop at once. Whoever was heard a moment earlier is not the one to blame."""
     peers = watcher(store, tmp_path)
-    peers.answered = time.monotonic() - 3.8
+    peers.answered = NOW - 3.8
     put_back(peers, 0, 4.2)
     put_back(peers, 1, 3.8)
-    assert peers._verdict(False, time.monotonic()) is None
-    peers.answered = time.monotonic()  # the store is back, and there was nothing new of rank 0
-    code, text = peers._verdict(False, time.monotonic()) or (0, "")
+    assert peers._verdict(False, NOW) is None
+    peers.answered = NOW  # the store is back, and there was nothing new of rank 0
+    code, text = peers._verdict(False, NOW) or (0, "")
     assert code == exits.LOST
     assert text == "rank 0 on host0 gave no sign of life for 4 s in step 3: host0 is down or cut off"
 
@@ -64,7 +71,7 @@ def test_a_store_that_gives_no_answer_is_the_one_that_is_named(
 
     monkeypatch.setattr(peers, "_end", end)
     monkeypatch.setattr(peers, "talker", object())  # it waits for an answer
-    peers.answered = time.monotonic() - 4.2
+    peers.answered = NOW - 4.2
     put_back(peers, 0, 4.6)
     with pytest.raises(SystemExit):
         in_a_thread(lambda: peers.carry(BEAT))

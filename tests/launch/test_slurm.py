@@ -6,16 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ithaca.cli.main import main
 from ithaca.config import load
-from ithaca.launch.slurm import Settings, batch_script
+from ithaca.training.launch.slurm import Settings, batch_script
 
+from ..waiting import wait_until
 from .conftest import LAUNCH, ROOT
 
 Write = Callable[..., Path]
@@ -25,15 +26,17 @@ got = []
 signal.signal(signal.SIGUSR1, lambda n, _: got.append(n))
 open(f"ready-{os.environ['SLURM_PROCID']}", "w").close()
 while not got: time.sleep(0.01)
-time.sleep(0.3)
+open(f"saves-{os.environ['SLURM_PROCID']}", "w").close()
+while not os.path.exists("disk"): time.sleep(0.01)
 os.write(1, b"saved\\n")  # in one piece: the tasks share a pipe
 sys.exit(75)
 """
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Callable[[str], subprocess.Popen[str]]:
+def cluster(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Start a batch script as slurmd does. scontrol writes down what it was asked for; squeue says what the test wants."""
+    jobs: list[subprocess.Popen[str]] = []
     folder = tmp_path / "bin"
     folder.mkdir()
     stubs = {
@@ -58,11 +61,18 @@ def cluster(tmp_path: Path) -> Callable[[str], subprocess.Popen[str]]:
         }
         environ = {**os.environ, **batch, "SLURM_CPUS_PER_TASK": "3", "PYTHONPATH": str(ROOT)}
         environ["PATH"] = f"{folder}:{environ['PATH']}"
-        return subprocess.Popen(
+        job = subprocess.Popen(
             ["bash", "job.sh"], cwd=tmp_path, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
+        jobs.append(job)
+        return job
 
-    return submit
+    yield submit
+    for job in jobs:  # of a test that has failed
+        if job.poll() is None:
+            for each in [*psutil.Process(job.pid).children(recursive=True), job]:
+                each.kill()
+            job.communicate()
 
 
 def script(path: Path, program: Sequence[str], **settings: object) -> str:
@@ -76,7 +86,7 @@ def test_its_srun_line_runs_a_job(run_yaml: Write, cluster: Callable[[str], subp
     """Two nodes of two tasks find each other through Slurm's variables and sum over all ranks."""
     path = run_yaml("{cpu: 2, nodes: 2}", "{ulysses: 2, ring: 2}")
     job = cluster(script(path, [*LAUNCH, "tests.launch.functions:add_up", str(path)], cpus=3))
-    out, err = job.communicate(timeout=120)
+    out, err = job.communicate()
     assert job.returncode == 0, err
     assert out.startswith("sum 10 seen ") and out.count("'3', 'lo'") == 4  # cores of the task; the interface to rank 0
     assert "srun --distribution=block --kill-on-bad-exit=0 --wait=60 --cpus-per-task=3\n" in err
@@ -90,12 +100,16 @@ def test_before_the_time_limit_the_run_saves_and_is_queued_again(
 ):
     (tmp_path / "state").write_text(f"{state}\n")
     job = cluster(script(run_yaml("{cpu: 2, nodes: 2}"), [sys.executable, "-c", SAVES]))
-    deadline = time.monotonic() + 20
-    while len(list(tmp_path.glob("ready-*"))) < 4:
-        assert time.monotonic() < deadline and job.poll() is None
-        time.sleep(0.02)
+
+    def still_running() -> str:
+        assert job.poll() is None
+        return ""
+
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 4, still_running)
     job.send_signal(signal.SIGTERM)
-    out, err = job.communicate(timeout=60)
+    wait_until(lambda: len(list(tmp_path.glob("saves-*"))) == 4, still_running)
+    (tmp_path / "disk").touch()  # none has ended before: a script that does not wait for them has nothing to end with
+    out, err = job.communicate()
     assert job.returncode == 75, err
     assert out.count("saved\n") == 4 and "job 4711: asked to stop" in out
     assert (tmp_path / "squeue").read_text() == "--noheader --jobs=4711 --format=%T\n"
@@ -108,7 +122,7 @@ def test_a_failed_run_is_not_queued_again(
     run_yaml: Write, tmp_path: Path, cluster: Callable[[str], subprocess.Popen[str]]
 ):
     job = cluster(script(run_yaml("{cpu: 2, nodes: 2}"), ["sh", "-c", "exit $((SLURM_PROCID * 2))"]))
-    job.communicate(timeout=60)
+    job.communicate()
     assert job.returncode == 6 and not (tmp_path / "scontrol").exists()
 
 

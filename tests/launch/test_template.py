@@ -7,37 +7,42 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ithaca.base.processes.fork_server import Template
+from ithaca.config.schema import Timeouts
+from ithaca.training.launch.local import watch
+
+from ..waiting import wait_until
+
 LAUNCH = """
-import os, sys
+import math, os, sys
 from pathlib import Path
 from ithaca.config.schema import Launch, Timeouts
-from ithaca.launch.supervise import supervise
-from ithaca.launch.template import Template
-from ithaca.train.folder import RunFolder
+from ithaca.training.launch.supervise import supervise
+from ithaca.base.processes.fork_server import Template
+from ithaca.base.run_folder import RunFolder
 command = [sys.executable, "-c", sys.argv[1]]
-launch = Launch(restarts=3, timeouts=Timeouts(setup=float(os.environ.get("SETUP", 30))))
+launch = Launch(restarts=3, timeouts=Timeouts(setup=math.inf))  # however slow the machine
 os.environ["KEPT"] = "by all"
 sys.exit(supervise(command, RunFolder("run"), launch, 3, Template(command)))
 """
 
-# What a worker finds. It is lost once if told to, and ends when told to.
+# What a worker finds. It says that it is still there when asked, and ends when told to.
 RANK = """
 import json, os, signal, stat, subprocess, sys, time
 from pathlib import Path
 if "ITHACA_TEMPLATE" in os.environ:
-    from ithaca.launch.template import serve
+    from ithaca.base.processes.fork_server import serve
     sys.path.insert(0, os.getcwd())
     serve(["heavy"])
 import resource
-from ithaca.launch.stop import SIGNALS, StoppedEarly, listen
+from ithaca.base.processes.signals import SIGNALS, StoppedEarly, listen
 rank, attempt = int(os.environ["RANK"]), int(os.environ["ITHACA_ATTEMPT"])
 found = {
     "rank": rank, "forked": "heavy" in sys.modules, "parent": os.getppid(), "leader": os.getsid(0) == os.getpid(),
@@ -52,13 +57,15 @@ found = {
 try:
     with listen():
         if os.environ.get("CHILD"):
-            found["child"] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"]).pid
+            found["child"] = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid
         half = Path(f"found-{attempt}-{rank}.new")
         half.write_text(json.dumps(found))
         half.rename(f"found-{attempt}-{rank}")
         print("out of", rank, flush=True)
         print("err of", rank, file=sys.stderr, flush=True)
-        while not Path("go").exists(): time.sleep(0.01)
+        while not Path("go").exists():
+            if Path("asked").exists(): Path(f"here-{attempt}-{rank}").touch()
+            time.sleep(0.01)
 except StoppedEarly:
     os._exit(75)
 """
@@ -79,9 +86,17 @@ class Started:
 
     def found(self, attempt: int = 1) -> list[dict[str, Any]]:
         """What each worker of this attempt has found."""
-        files = [self.folder / f"found-{attempt}-{rank}" for rank in range(3)]
-        wait_until(lambda: self.process.poll() is not None or all(file.exists() for file in files))
-        return [json.loads(file.read_text()) for file in files]
+        return [json.loads(file.read_text()) for file in self.wait_for(f"found-{attempt}")]
+
+    def wait_for(self, name: str) -> list[Path]:
+        """The files of this name, of each worker."""
+        files = [self.folder / f"{name}-{rank}" for rank in range(3)]
+        wait_until(lambda: all(file.exists() for file in files), self.still_running)
+        return files
+
+    def still_running(self) -> str:
+        assert self.process.poll() is None, f"it has ended: {self.process.stderr.read()}"
+        return ""
 
     def template(self) -> psutil.Process:
         return next(
@@ -90,7 +105,7 @@ class Started:
 
     def end(self) -> tuple[int, str, str]:
         (self.folder / "go").touch()
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate()
         return self.process.returncode, out, err
 
     def imports(self) -> list[str]:
@@ -107,14 +122,15 @@ def started(tmp_path: Path) -> Iterator[Started]:
     if made.process.poll() is None:
         made.process.kill()
         made.process.communicate()
-    wait_until(lambda: not [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(tmp_path)], 5)
+    try:
+        wait_until(lambda: not processes_in(tmp_path))
+    finally:
+        for each in processes_in(tmp_path):
+            each.kill()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
+def processes_in(folder: Path) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(folder)]
 
 
 def alike(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,33 +176,55 @@ def test_restarts_need_no_imports_and_a_lost_template_is_replaced(started: Start
     wait_until(lambda: len(launcher.children()) == 4)  # three ranks and the template: what the dead had started is gone
     assert not any(psutil.pid_exists(each["child"]) for each in first)
 
-    started.template().kill()
-    time.sleep(0.3)
-    assert started.process.poll() is None and all(psutil.pid_exists(each["pid"]) for each in second), "nobody minds"
+    template = started.template()
+    template.kill()
+    wait_until(lambda: template.status() == psutil.STATUS_ZOMBIE)
+    (started.folder / "asked").touch()
+    started.wait_for("here-2")  # nobody minds
     psutil.Process(second[2]["pid"]).kill()
     third = started.found(attempt=3)
     assert len(started.imports()) == 2 and all(each["forked"] for each in third)
     code, _, err = started.end()
-    assert code == 0 and err.count("was killed by SIGKILL") == 2
+    lost = [line for line in err.splitlines() if line.startswith("ithaca: ")]
+    assert code == 0 and [line.partition(" was killed by SIGKILL")[0] for line in lost] == [
+        f"ithaca: rank {rank} (pid {found[rank]['pid']})" for rank, found in ((1, first), (2, second))
+    ]
 
 
 @pytest.mark.parametrize(
     ("heavy", "why"),
     [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()", "(ithaca template)"),
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "(ithaca template)"),
         ("import sys, types\ntorch = sys.modules['torch'] = types.ModuleType('torch')\n"
          "torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)", "has initialised CUDA"),
         ("os.kill(os.getpid(), 9)", "could not be used"),
-        ("import time\ntime.sleep(99)", "took too long"),
     ],
-    ids=["a thread", "CUDA", "killed", "too slow"],
+    ids=["a thread", "CUDA", "killed"],
 )  # fmt: skip
 def test_a_template_that_cannot_be_forked_is_not(started: Started, heavy: str, why: str):
-    started.start(heavy, SETUP="5" if "sleep(99)" in heavy.splitlines()[-1] else "30")
+    started.start(heavy)
     assert not any(each["forked"] for each in started.found())
     code, _, _ = started.end()
     assert code == 0 and len(started.imports()) == 1
     assert why in started.log(0) and started.log(0).count("they are started one by one\n") == 1
+
+
+def test_a_template_that_does_not_come_is_not_waited_for(tmp_path: Path):
+    log = tmp_path / "log"
+    with Template([sys.executable, "-c", "import signal; signal.pause()"]) as template:
+        for _ in range(2):  # nor a second time
+            assert not template.prepare(os.environ, log, [], 0.1) and template.process is None
+    assert log.read_text().count("took too long; they are started one by one\n") == 1
+
+
+def test_it_has_as_long_as_a_rank_has_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    limits: list[float | None] = []
+    monkeypatch.setattr(Template, "prepare", lambda *asked: limits.append(asked[-1]))
+    for setup in (1e9, None):
+        with Template([]) as template:
+            outcome = watch(["true"], workers=1, logs=tmp_path, timeouts=Timeouts(setup=setup), template=template)
+        assert outcome.code == 0
+    assert limits == [1e9, None]
 
 
 def test_where_a_fork_fails_the_others_are_started_one_by_one(started: Started):
@@ -197,10 +235,10 @@ def test_where_a_fork_fails_the_others_are_started_one_by_one(started: Started):
 
 
 def test_a_signal_during_the_imports_ends_the_run_at_once(started: Started):
-    started.start("import time\ntime.sleep(99)")
-    wait_until((started.folder / "imported").exists)
+    started.start("import signal\nwhile True: signal.pause()")
+    wait_until((started.folder / "imported").exists, started.still_running)
     started.process.send_signal(signal.SIGTERM)
-    _, err = started.process.communicate(timeout=20)
+    _, err = started.process.communicate()
     assert started.process.returncode == 75 and "3 workers save and stop" in err
     assert json.loads((started.folder / "run/status.json").read_text())["state"] == "stopped"
 
@@ -212,5 +250,5 @@ def test_the_template_dies_with_the_launcher(started: Started):
     assert len(family) == 4
     started.process.kill()
     started.process.communicate()
-    gone, left = psutil.wait_procs(family, timeout=5)
+    gone, left = psutil.wait_procs(family)
     assert len(gone) == 4 and not left

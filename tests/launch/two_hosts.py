@@ -2,9 +2,10 @@
 
 A host is a network namespace with a name of its own, a loopback and one end of a virtual cable: host0 is 10.77.0.1, host1 is
 10.77.0.2. The two reach each other and nothing else. Needs no package, only a kernel that allows it: as root, or through a user
-namespace. A namespace ends with its last process, so nothing is left behind, however this ends.
+namespace. Both stand until both commands have ended: the end of one must not take the cable, and with it the address, from the
+other. Nothing is left behind, however this ends: a namespace goes with its last process.
 
-With TWO_HOSTS_CUT=FILE in the environment the cable is unplugged at host1 for as long as FILE exists.
+For a test in Python: `run_on_both` does so with a function. The cable can then be cut.
 
 Exit code: the larger one of both hosts; 77 if the kernel does not allow it, with the reason as the last line.
 """
@@ -18,6 +19,9 @@ import socket
 import struct
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 NOT_ALLOWED = 77
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -29,6 +33,12 @@ _UP = 1  # IFF_UP
 
 def unshare(flags: int) -> None:
     if _LIBC.unshare(flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"the kernel does not allow a namespace ({os.strerror(number)})")
+
+
+def enter(namespace: int) -> None:
+    if _LIBC.setns(namespace, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"the kernel does not allow a namespace ({os.strerror(number)})")
 
@@ -51,9 +61,9 @@ def tell_kernel(kind: int, flags: int, body: bytes) -> None:
 
 
 def lay_cable(peer: int) -> None:
-    """A pair of interfaces, both named cable: one here, one in the namespace of process `peer`."""
+    """A pair of interfaces, both named cable: one here, one in the network namespace `peer`, an open file."""
     name = attribute(3, b"cable\0")  # IFLA_IFNAME
-    there = link() + name + attribute(19, struct.pack("=I", peer))  # IFLA_NET_NS_PID
+    there = link() + name + attribute(28, struct.pack("=I", peer))  # IFLA_NET_NS_FD
     pair = attribute(1, b"veth\0") + attribute(2, attribute(1, there))  # IFLA_INFO_KIND, IFLA_INFO_DATA, VETH_INFO_PEER
     tell_kernel(_LINK, _CREATE, link() + name + attribute(18, pair))  # IFLA_LINKINFO
 
@@ -68,69 +78,73 @@ def plug_in(node: int) -> None:
         tell_kernel(_LINK, 0, link(index, _UP))
 
 
-def keep_watch(cut: str) -> None:
-    """A process of the host that pulls the plug and puts it back."""
+def pull_the_plug(done: str) -> None:
+    tell_kernel(_LINK, 0, link(socket.if_nametoindex("cable"), 0, _UP))
+    open(done, "w").close()
+
+
+def become_root() -> None:
+    """In a user namespace of our own."""
+    user, group = os.getuid(), os.getgid()
+    unshare(_NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def start_host(node: int, namespace: int, act: Callable[[int], int]) -> None:
+    """This process moves into the namespace; its child is the host, and dies with it."""
+    enter(namespace)
+    unshare(_NEWUTS)
+    socket.sethostname(f"host{node}")
+    plug_in(node)
     if os.fork():
         return
-    _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)
-    index, plugged = socket.if_nametoindex("cable"), True
-    while os.getppid() != 1:
-        if os.path.exists(cut) == plugged:
-            plugged = not plugged
-            tell_kernel(_LINK, 0, link(index, _UP if plugged else 0, _UP))
-        time.sleep(0.05)
-    os._exit(0)
-
-
-def become_host(node: int, command: list[str], ready: list[tuple[int, int]], laid: tuple[int, int], peer: int) -> None:
-    _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: no host outlives this script
+    _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    code = 1
     try:
-        unshare(_NEWNET | _NEWUTS)
-        socket.sethostname(f"host{node}")
-        if node == 0:
-            os.read(ready[1][0], 1)
-            lay_cable(peer)
-            os.write(laid[1], b"!")
-        else:
-            os.write(ready[1][1], b"!")
-            os.close(laid[1])
-            if not os.read(laid[0], 1):
-                os._exit(NOT_ALLOWED)  # the other one says why
-        plug_in(node)
-        if node == 1 and "TWO_HOSTS_CUT" in os.environ:
-            keep_watch(os.environ["TWO_HOSTS_CUT"])
+        code = act(node)
+        sys.stdout.flush()
+    except Exception:
+        traceback.print_exc()
+    finally:  # never back into what it is a copy of
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_on_both(act: Callable[[int], int], cut: str | None = None) -> int:
+    """act: what a host does, given its number; it returns its exit code. cut: as soon as this file exists the cable is unplugged at
+    host1; then the file `cut`.done is there."""
+    try:
+        if os.geteuid() != 0:
+            become_root()
+        namespaces = []
+        for _ in range(2):
+            unshare(_NEWNET)
+            namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY))
+        lay_cable(namespaces[0])
+        for node in (0, 1):
+            start_host(node, namespaces[node], act)
     except OSError as error:
-        print(error.strerror, file=sys.stderr, flush=True)
-        os._exit(NOT_ALLOWED)
-    os.execvp(command[0], [word.replace("{node}", str(node)) for word in command])
+        print(error.strerror, file=sys.stderr)
+        return NOT_ALLOWED
+    codes: list[int] = []
+    while len(codes) < 2:
+        if cut is not None and os.path.exists(cut):
+            pull_the_plug(f"{cut}.done")
+            cut = None
+        pid, status = os.waitpid(-1, 0 if cut is None else os.WNOHANG)
+        if pid:
+            codes.append(abs(os.waitstatus_to_exitcode(status)))
+        else:
+            time.sleep(0.02)
+    return max(codes)
 
 
-def main(command: list[str]) -> int:
-    if os.geteuid() != 0:
-        user, group = os.getuid(), os.getgid()
-        try:
-            unshare(_NEWUSER)
-            for name, text in (
-                ("setgroups", "deny"),
-                ("uid_map", f"{user} {user} 1"),
-                ("gid_map", f"{group} {group} 1"),
-            ):
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(text)
-        except OSError as error:
-            print(error.strerror, file=sys.stderr)
-            return NOT_ALLOWED
-    ready, laid = [os.pipe(), os.pipe()], os.pipe()
-    hosts: list[int] = []
-    for node in (1, 0):  # host 0 lays the cable to host 1, so it must know its process
-        pid = os.fork()
-        if pid == 0:
-            become_host(node, command, ready, laid, hosts[0] if hosts else 0)
-        hosts.append(pid)
-    os.close(laid[1])
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in hosts]
-    return max(abs(code) for code in codes)
+def execute(node: int) -> NoReturn:
+    command = [word.replace("{node}", str(node)) for word in sys.argv[1:]]
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(run_on_both(execute))

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import ithaca
-from ithaca.model.adapter import read_model
-from ithaca.model.families import FAMILIES
-from ithaca.model.weights import cast_parameters
-from ithaca.verify.presets import PRESETS, build, preset_config
+from ithaca.engine.model.adapter import read_model
+from ithaca.engine.model.families import FAMILIES
+from ithaca.engine.model.presets import TINY, preset_config
+from ithaca.engine.model.weights import cast_parameters
+from ithaca.verify.presets import build
 
 
 def tiny(preset: str = "llama3", **changes: Any) -> Any:
@@ -26,7 +27,7 @@ def refusal(model: nn.Module) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", TINY)
 def test_every_preset_is_read_as_its_family(preset: str):
     model = tiny(preset)
     before = {name: id(p) for name, p in model.named_parameters()}

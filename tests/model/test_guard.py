@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import ithaca
-from ithaca.model.adapter import read_model
+from ithaca.engine.model.adapter import read_model
+from ithaca.engine.model.presets import TINY, preset_config
 from ithaca.verify.case import full_gradients
-from ithaca.verify.presets import PRESETS, add_lora, build, preset_config
+from ithaca.verify.presets import add_lora, build
 
 Change = Callable[[Any], object]
 IDS = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -426,7 +427,7 @@ def test_what_is_called_as_a_module_works_and_is_exact(case: str):
     compare(model, reference)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", TINY)
 @pytest.mark.parametrize("how", ["plain", "lora"])
 def test_no_model_as_transformers_builds_it_is_refused(preset: str, how: str):
     """After a forward of its own, too: transformers keeps hooks of its own then."""
@@ -587,7 +588,7 @@ def test_a_fused_norm_is_not_used_where_its_class_was_patched(monkeypatch: pytes
     """On a GPU known norms are one kernel of torch's; a patched one is not known any more."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from ithaca.model.norm import _plain
+    from ithaca.engine.model.norm import _plain
 
     norm, x = LlamaRMSNorm(8), torch.randn(2, 8)
     assert _plain(norm, x)

@@ -12,8 +12,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-import ithaca.model.rope
-from ithaca.model.rope import Rope, check_against, rope_for, rotate
+import ithaca.engine.model.rope
+from ithaca.engine.model.rope import Rope, check_against, rope_for, rotate
 
 from ..contract.tiny import prepared, tokens
 
@@ -353,10 +353,10 @@ def test_device_copy_is_made_once():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_holds_what_tiles_compute(rows, dtype, monkeypatch):
     positions = torch.stack([torch.arange(100) + 4_999_900 * row for row in range(rows)])
-    rope = ithaca.model.rope.Rope(torch.tensor([1.0, 0.1, 1e-3], dtype=torch.float64), 1.1)
-    kept = ithaca.model.rope.Positions(rope, positions, dtype, tile=7)
-    monkeypatch.setattr(ithaca.model.rope, "TABLE_BYTES", 0)
-    fresh = ithaca.model.rope.Positions(rope, positions, dtype)
+    rope = ithaca.engine.model.rope.Rope(torch.tensor([1.0, 0.1, 1e-3], dtype=torch.float64), 1.1)
+    kept = ithaca.engine.model.rope.Positions(rope, positions, dtype, tile=7)
+    monkeypatch.setattr(ithaca.engine.model.rope, "TABLE_BYTES", 0)
+    fresh = ithaca.engine.model.rope.Positions(rope, positions, dtype)
     assert kept.table is not None and fresh.table is None
     for tile in (slice(0, 100), slice(13, 14), slice(90, 100)):
         for mine, theirs in zip(kept.cos_sin(tile), fresh.cos_sin(tile), strict=True):
@@ -367,7 +367,7 @@ def test_a_table_holds_what_tiles_compute(rows, dtype, monkeypatch):
 def test_without_a_table_the_gradients_are_the_same(engine, monkeypatch):
     found = []
     for limit in (2**27, 0):
-        monkeypatch.setattr(ithaca.model.rope, "TABLE_BYTES", limit)
+        monkeypatch.setattr(ithaca.engine.model.rope, "TABLE_BYTES", limit)
         run = prepared("llama3", tile=5, heads_per_stage=2, engine=engine, shard_parameters=False)
         run.loss(run.shard(tokens(2, 48), documents=[[20, 28], [48]])).backward()
         found.append([p.grad for p in run.model.parameters()])
@@ -384,7 +384,7 @@ def test_settings_of_a_run_reach_the_exported_config(name: str, tmp_path):
 
     from ithaca.config.schema import Model
     from ithaca.config.schema import Rope as Settings
-    from ithaca.train.build import model_config
+    from ithaca.engine.build import model_config
 
     LlamaConfig(
         hidden_size=128,

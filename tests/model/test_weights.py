@@ -12,8 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import ithaca
-from ithaca.verify.presets import build, preset_config
-from ithaca.workers import WorkerError, Workers
+from ithaca.base.processes.pool import WorkerError, Workers
+from ithaca.engine.model.presets import preset_config
+from ithaca.verify.presets import build
 
 PRESETS = ["llama3", "qwen3", "gemma3", "mixtral", "qwen3_moe"]
 

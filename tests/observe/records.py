@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from ithaca.observe import StepRecord
+from ithaca.observe.record import StepRecord
 
 
 def record(step: int = 1, **changes: Any) -> StepRecord:

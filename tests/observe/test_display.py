@@ -10,10 +10,9 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from ithaca.observe import Display, Facts, headline, plain_line
-from ithaca.observe.display import open_console
+from ithaca.observe.display import Display, open_console
 from ithaca.observe.panel import State, sparkline
-from ithaca.observe.text import compact, duration
+from ithaca.observe.text import Facts, compact, duration, headline, plain_line
 from ithaca.stack import Stack
 
 from .records import record

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ithaca.model.adapter import read_model
-from ithaca.observe import mfu, model_flops, peak_flops
-from ithaca.observe.flops import head_size, layer_windows, matmul_weights, visible_pairs
-from ithaca.verify.presets import PRESETS, add_lora, build, preset_config
+from ithaca.engine.model.adapter import read_model
+from ithaca.engine.model.presets import TINY, preset_config
+from ithaca.planner.flops import head_size, layer_windows, matmul_weights, mfu, model_flops, visible_pairs
+from ithaca.planner.gpus import peak_flops
+from ithaca.verify.presets import add_lora, build
 
 
 def drawn_pairs(lengths: list[int], window: int | None) -> int:
@@ -30,7 +31,7 @@ def test_visible_pairs_are_those_of_the_mask():
     assert len(cases) == 13 * 15
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", TINY)
 def test_weights_and_windows_are_those_of_the_model(name: str):
     config = preset_config(name)
     decoder = read_model(build(config, 0))

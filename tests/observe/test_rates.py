@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaca.activations.store import open_store
-from ithaca.mesh import Group
-from ithaca.observe import Gauge, StepTimer, largest, tokens_per_second
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.mesh import Group
+from ithaca.engine.offload.choice import open_store
+from ithaca.observe.rates import Gauge, StepTimer, largest, tokens_per_second
 
 
 def run(timer: StepTimer, now: list[float], steps: list[float], between: float = 0.0) -> list[float]:

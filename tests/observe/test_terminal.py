@@ -7,57 +7,58 @@ import io
 import os
 import pty
 import re
-import select
 import struct
 import subprocess
 import termios
-import time
+from contextlib import suppress
+from pathlib import Path
 
 from ithaca.observe.display import Steady
 
 from .records import start
 
 RUN = """
-import logging, sys, time
-from ithaca.observe import Display
+import os, sys, time
+from ithaca.observe.display import Display
 from tests.observe.records import record
 with Display("demo", 20, folder="runs/demo") as display:
     display.say("first words")
     for step in range(1, 21):
         display.doing(f"step {step}")
-        time.sleep(0.02)
-        if step == 10: print("a stray print")
+        if step == 10:
+            print("a stray print")
+            while sys.argv[1:] and not os.path.exists(sys.argv[1]): time.sleep(0.005)
         display.step(record(step), eta=20.0 - step, next_save=20)
 print("the end", file=sys.stderr)
 """
+"""With an argument it waits at the tenth step, until there is a file of that name."""
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
-def on_a_terminal(environment: dict[str, str], resize: bool = False) -> str:
-    """What a real pseudo-terminal of 120 × 30 receives from RUN; on the way it may become 60 × 20."""
+def on_a_terminal(environment: dict[str, str], resized: Path | None = None) -> str:
+    """What a real pseudo-terminal of 120 × 30 receives from RUN. resized: a file to make when, half-way, it has become 60 × 20."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+    waits = [] if resized is None else [str(resized)]
     run = start(
-        RUN, environment={"TERM": "xterm-256color", **environment}, stdin=there, stdout=there, stderr=there, cwd=ROOT
-    )
+        RUN, *waits, environment={"TERM": "xterm-256color", **environment}, stdin=there, stdout=there, stderr=there,
+        cwd=ROOT,
+    )  # fmt: skip
     os.close(there)
-    received, deadline = b"", time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if not select.select([here], [], [], 1.0)[0]:
-            continue
-        try:
+    received = b""
+    with suppress(OSError):  # the other end is closed
+        while True:
             received += os.read(here, 65536)
-        except OSError:  # the other end is closed
-            break
-        if resize and b"a stray print" in received:
-            fcntl.ioctl(here, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 60, 0, 0))
+            if resized is not None and b"a stray print" in received:
+                fcntl.ioctl(here, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 60, 0, 0))
+                resized.touch()
     os.close(here)
-    assert run.wait(30) == 0
+    assert run.wait() == 0
     return received.decode()
 
 
-def test_a_real_terminal_that_is_resized():
-    shown = on_a_terminal({}, resize=True)
+def test_a_real_terminal_that_is_resized(tmp_path: Path):
+    shown = on_a_terminal({}, resized=tmp_path / "resized")
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
     words = [shown.index(part) for part in ("first words", "a stray print", "the end")]
     assert words == sorted(words) and "\x1b[1m" in shown
@@ -74,13 +75,14 @@ def test_no_color_and_dumb_terminals():
     assert "\x1b" not in dumb and dumb.count("\n") == 20 + 3 and "step 20/20 loss 2.5000 lr" in dumb
 
 
-def test_nobody_looks_any_more():
-    run = start(RUN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+def test_nobody_looks_any_more(tmp_path: Path):
+    run = start(RUN, str(tmp_path / "gone"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     assert run.stdout is not None and run.stderr is not None
     assert run.stdout.readline() == b"first words\n"
     run.stdout.close()
+    (tmp_path / "gone").touch()
     with run.stderr:
-        assert run.stderr.read() == b"the end\n" and run.wait(30) == 0
+        assert run.stderr.read() == b"the end\n" and run.wait() == 0
 
 
 def test_a_file_that_cannot_be_written():

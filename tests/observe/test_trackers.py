@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ithaca.base.run_folder import RunFolder
 from ithaca.config.schema import Log
-from ithaca.observe import Metrics, read_metrics
+from ithaca.observe.metrics import Metrics, read_metrics
 from ithaca.observe.trackers import Background, TensorBoard, Tracker, Wandb
-from ithaca.train.folder import RunFolder
 
+from ..waiting import wait_until
 from .records import record
 
 
@@ -24,11 +25,12 @@ class Slow:
     """Takes a line only when it is let."""
 
     def __init__(self) -> None:
-        self.gate = threading.Event()
+        self.gate, self.begun = threading.Event(), threading.Event()
         self.steps: list[int] = []
         self.closed = False
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
+        self.begun.set()
         self.gate.wait()
         self.steps.append(step)
 
@@ -59,30 +61,29 @@ def folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> RunFolder:
 def test_a_slow_tracker_does_not_slow_training(folder: RunFolder, caplog: pytest.LogCaptureFixture):
     slow = Slow()
     tracker = Background("slow", lambda step: slow, capacity=10)
-    begin = time.perf_counter()
     with Metrics(folder, Log(), trackers=[tracker]) as metrics:
         for step in range(1, 101):
-            metrics.step(record(step))
-        assert time.perf_counter() - begin < 1.0
+            metrics.step(record(step))  # one that waited for the tracker would wait for ever
         # ten wait in the queue; one more is in the tracker's hands, if its thread came to take it
         assert tracker.dropped in (89, 90)
         slow.gate.set()
+    tracker._thread.join()
     assert slow.closed and slow.steps[:10] == list(range(1, 11)) and len(slow.steps) == 100 - tracker.dropped
     assert len(read_metrics(folder.metrics)) == 100
     assert f"slow was too slow for {tracker.dropped} lines" in caplog.text
 
 
 def test_a_tracker_that_hangs_at_the_end_is_left_behind(caplog: pytest.LogCaptureFixture):
-    slow = Slow()
     for lines in (1, 20):  # the queue has room for the end, and it has none
-        tracker = Background("stuck", lambda step: slow, capacity=10)
-        for step in range(lines):
+        slow = Slow()
+        tracker = Background("stuck", lambda step, slow=slow: slow, capacity=10)
+        tracker.offer(0, {})
+        slow.begun.wait()  # the first is in its hands, the others stay in the queue
+        for step in range(1, lines):
             tracker.offer(step, {})
-        begin = time.perf_counter()
-        tracker.close(patience=0.1)
-        assert time.perf_counter() - begin < 2.0
+        tracker.close(patience=0.01)  # one that waited for the tracker would wait for ever
+        slow.gate.set()
     assert caplog.text.count("stuck did not finish") == 2
-    slow.gate.set()
 
 
 def test_a_tracker_that_fails_is_told_about_once(folder: RunFolder, caplog: pytest.LogCaptureFixture):
@@ -93,7 +94,8 @@ def test_a_tracker_that_fails_is_told_about_once(folder: RunFolder, caplog: pyte
     with Metrics(folder, Log(), trackers=trackers) as metrics:
         for step in range(1, 51):
             metrics.step(record(step))
-            time.sleep(0.001)
+            if step == 10:
+                wait_until(lambda: all(tracker.down for tracker in trackers))
     assert all(tracker.down for tracker in trackers)
     assert len(read_metrics(folder.metrics)) == 50
     assert sorted(message for message in caplog.messages) == [
@@ -113,11 +115,13 @@ def test_packages_that_are_missing(
     assert len(read_metrics(folder.metrics)) == 1
 
 
-def test_tensorboard_for_real(folder: RunFolder):
+def test_tensorboard_for_real(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
-    where = folder.path / "tensorboard"
+    where, now = folder.path / "tensorboard", [1e9]
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: now[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own dependencies
         for first in (1, 3):  # the second run starts at step 3 again
@@ -125,7 +129,7 @@ def test_tensorboard_for_real(folder: RunFolder):
             for step in range(first, 6):
                 tracker.record(step, {"loss": float(first)})
             tracker.close()
-            time.sleep(1.1)  # its files are named by the second
+            now[0] += 1  # its files are named by the second
         events = EventAccumulator(str(where))
         events.Reload()
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [

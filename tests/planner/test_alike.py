@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from ithaca.activations.store import IN_FLIGHT
 from ithaca.cli.main import main
 from ithaca.config.schema import Lora
-from ithaca.planner.alike import Gap, chosen
+from ithaca.engine.limits import IN_FLIGHT
 from ithaca.planner.confirm import confirmed
-from ithaca.planner.dry_run import Case, dry_run
+from ithaca.planner.dry_run.alike import Gap, chosen
+from ithaca.planner.dry_run.run import Case, dry_run
 from ithaca.planner.job import Memory
 from ithaca.planner.search import plan
 from ithaca.stack import Stack

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ithaca
 from ithaca.config.schema import Lora
-from ithaca.planner import dry_run as dry
 from ithaca.planner.categories import CATEGORIES, category
-from ithaca.planner.dry_run import Case, DryKernel, dry_run
-from ithaca.planner.tracker import LiveBytes
+from ithaca.planner.dry_run import run as dry
+from ithaca.planner.dry_run.run import Case, DryKernel, dry_run
+from ithaca.planner.dry_run.tracker import LiveBytes
 from ithaca.stack import Stack
 
 SIZES = dict(
@@ -61,16 +61,20 @@ def test_the_tracker_counts_what_lives():
 def test_an_allocation_is_told_by_the_code_that_made_it():
     frames = [
         ("/x/torch/nn/functional.py", "linear"),
-        ("/y/ithaca/layer/tokens.py", "after"),
-        ("/y/ithaca/run.py", "loss"),
+        ("/y/ithaca/engine/layer/tokens.py", "after"),
+        ("/y/ithaca/engine/run.py", "loss"),
     ]
     assert category(frames) == "tile"
     assert (
-        category([("/y/ithaca/attention/stages.py", "buffer"), ("/y/ithaca/attention/stages.py", "to_heads")])
+        category(
+            [("/y/ithaca/engine/attention/stages.py", "buffer"), ("/y/ithaca/engine/attention/stages.py", "to_heads")]
+        )
         == "attention"
     )
     assert (
-        category([("/y/ithaca/attention/stages.py", "buffer"), ("/y/ithaca/attention/stages.py", "_bring")])
+        category(
+            [("/y/ithaca/engine/attention/stages.py", "buffer"), ("/y/ithaca/engine/attention/stages.py", "_bring")]
+        )
         == "exchange"
     )
     assert category([("/somewhere/else.py", "main")]) == "other"
@@ -81,13 +85,15 @@ def test_a_thread_of_autograd_is_told_by_who_waits_for_it():
     tracker, tensor = LiveBytes(), torch.empty(1 << 20, dtype=torch.uint8)
     asks = compile(
         "def ask():\n    worker = Thread(target=see)\n    worker.start()\n    worker.join()",
-        "/x/ithaca/activations/loss.py", "exec",
+        "/x/ithaca/engine/objective/cross_entropy.py", "exec",
     )  # fmt: skip
     names = {"Thread": Thread, "see": lambda: tracker.see(tensor)}
     exec(asks, names)
     names["ask"]()
     (line,) = tracker.lines["load"]
-    assert tracker.live["loss"] == tracker.lines["load"][line] == 1 << 20 and line.startswith("activations/loss.py:")
+    assert tracker.live["loss"] == tracker.lines["load"][line] == 1 << 20 and line.startswith(
+        "engine/objective/cross_entropy.py:"
+    )
 
 
 STACKS = [

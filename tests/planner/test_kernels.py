@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ithaca import stack
-from ithaca.attention.backends import BACKENDS
-from ithaca.attention.choice import kernels_here
-from ithaca.attention.traits import KERNELS, fa4_installed
+from ithaca.base.kernels import KERNELS, fa4_installed
 from ithaca.cli.ladder import kernels_apart
 from ithaca.cli.main import main
-from ithaca.planner.hardware import GPUS, Hardware, kernels_for
-from ithaca.planner.model import read_sizes
+from ithaca.engine.attention.backends import BACKENDS
+from ithaca.engine.attention.choice import kernels_here
+from ithaca.engine.model.sizes import read_sizes
+from ithaca.planner.gpus import GPUS
+from ithaca.planner.hardware import Hardware, kernels_for
 from ithaca.planner.search import plan
-from ithaca.planner.speed import RATES
 from ithaca.stack import Stack
 
 LLAMA = read_sizes("llama3_8b")
@@ -26,7 +26,8 @@ H100, A100 = GPUS["h100"], GPUS["a100"]
 
 
 def test_there_is_one_list_of_kernels_in_one_order():
-    assert list(BACKENDS) == [*KERNELS, "cpu"] and set(stack.ATTENTION) == {"auto", *BACKENDS} == {"auto", *RATES}
+    assert list(BACKENDS) == list(KERNELS) and ("auto", *KERNELS) == stack.ATTENTION
+    assert [make().name for make in BACKENDS.values()] == list(KERNELS), "a row names the class of its own kernel"
     assert kernels_here("auto", torch.device("cpu"), torch.float32, 32, (False, True)) == ("cpu", "cpu")
     assert kernels_here("auto", torch.device("cpu"), torch.float32, 32) == ("cpu", "")
     assert kernels_apart(LLAMA, cpu=True) == ("cpu", "cpu")

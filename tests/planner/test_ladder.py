@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ithaca.base.units import format_bytes
 from ithaca.cli.main import main
-from ithaca.config.sizes import format_bytes
 from ithaca.planner.ladder import ladder
 
 

@@ -12,19 +12,16 @@ import pytest
 import torch
 
 import ithaca
-from ithaca.activations import loss, store
-from ithaca.attention import stages
 from ithaca.config.schema import Lora
-from ithaca.layer import call, streamed
-from ithaca.model import norm, rope
-from ithaca.planner import job
+from ithaca.engine.limits import IN_FLIGHT
+from ithaca.engine.model.presets import PRESETS
+from ithaca.engine.model.sizes import ModelSizes, read_sizes, sizes_of
+from ithaca.engine.sequence import Layout
 from ithaca.planner.config import hf_config
-from ithaca.planner.dry_run import Case, dry_run
-from ithaca.planner.job import IN_FLIGHT, Job
+from ithaca.planner.dry_run.run import Case, dry_run
+from ithaca.planner.job import Job
 from ithaca.planner.memory import Flight, predict
-from ithaca.planner.model import FUSED_NORMS, PRESETS, ModelSizes, read_sizes, sizes_of
 from ithaca.planner.sizes import Sizes
-from ithaca.sequence import Layout
 from ithaca.stack import Stack
 
 K, M = 2**10, 2**20
@@ -87,15 +84,6 @@ def test_tokens_of_a_rank_are_those_of_the_code(ulysses: int, ring: int):
     stack = Stack(ulysses=ulysses, ring=ring)
     job = Job(read_sizes("llama32_1b"), stack, 100_003, ulysses * ring)
     assert Sizes(job).tokens == Layout(100_003, ulysses, ring).local
-
-
-def test_constants_are_those_of_the_code():
-    assert job.PROJECTION_TILES == call.PROJECTION_TILES and job.TILES_PER_PIECE == streamed.TILES_PER_PIECE
-    assert job.HOLD_BYTES == streamed.HOLD_BYTES and job.OVERLAP_BYTES == stages.OVERLAP_BYTES
-    assert job.IN_FLIGHT == store.IN_FLIGHT and job.TABLE_BYTES == rope.TABLE_BYTES
-    assert FUSED_NORMS == norm.PLAIN
-    for fused, elements in job.LOSS_TILE.items():
-        assert loss.loss_tile(2**20, 2, 32000, fused) == elements // (2 * 32000)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -10,16 +10,17 @@ from dataclasses import replace
 import pytest
 
 import ithaca
+from ithaca.base.units import format_bytes, parse_tokens
 from ithaca.cli.main import main
-from ithaca.config.sizes import format_bytes, parse_tokens
 from ithaca.planner.candidates import candidates
-from ithaca.planner.hardware import GPUS, parse_gpus
+from ithaca.planner.gpus import GPUS
+from ithaca.planner.hardware import parse_gpus
 from ithaca.planner.job import Job
 from ithaca.planner.memory import predict
 from ithaca.planner.plan import HOST_SHARE
 from ithaca.planner.search import LEANER, NEARLY, _Asked, _families, max_context, plan
 from ithaca.planner.speed import estimate
-from ithaca.planner.words import beside, describe
+from ithaca.planner.text import beside, describe
 from ithaca.stack import Stack
 
 EIGHT = dict(gpus="8xH100-80GB", host="2TB", disk="20TB")

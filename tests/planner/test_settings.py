@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.config.option import kinds
 from ithaca.config.schema import Checkpoint, Config, Data, Lora, Model, Train
+from ithaca.engine.model.sizes import read_sizes, sizes_of
 from ithaca.planner.config import hf_config, requested
-from ithaca.planner.dry_run import Case, dry_run
+from ithaca.planner.dry_run.run import Case, dry_run
 from ithaca.planner.job import Job
 from ithaca.planner.memory import predict
-from ithaca.planner.model import read_sizes, sizes_of
 from ithaca.planner.search import plan
 from ithaca.planner.speed import HOST_RATE, UPDATED
 from ithaca.stack import Stack
@@ -43,7 +43,7 @@ REQUESTED: dict[str, Any] = {
     "checkpoint.asynchronous": False,
     "checkpoint.every": None,
 }
-# Those that are a plan's model, stack and hardware (train/build.py: planned, hardware_here); phases are planned one by one.
+# Those that are a plan's model, stack and hardware (engine/model/build.py: planned, hardware_here); phases are planned one by one.
 ARGUMENTS = {
     "model.folder", "model.dtype", "stack", "phases", "launch.workers", "launch.cpu", "launch.nodes", "launch.gpu_memory",
 }  # fmt: skip

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.base.units import format_bytes
 from ithaca.cli.main import main
-from ithaca.config.sizes import format_bytes
+from ithaca.observe.profiler.journal import Journal, read
+from ithaca.observe.profiler.text import describe
+from ithaca.observe.profiler.trace import Span, busy, by_time, copies_alone
 from ithaca.planner.categories import CATEGORIES
-from ithaca.profiler.journal import Journal, read
-from ithaca.profiler.trace import Span, busy, by_time, copies_alone
-from ithaca.profiler.words import describe
 
 SIZES = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
@@ -64,7 +64,7 @@ def test_every_byte_is_told(profiled):
     assert found["phases"]["step"]["gradients"] == pytest.approx(4 * (weights + missing), rel=0.05)
     names = {each["name"] for each in found["modules"]}
     assert {"model.layers.1", "model.layers.0.mlp", "model.embed_tokens", "lm_head"} <= names
-    assert any(each["where"].startswith("attention/stages.py:") for each in found["lines"])
+    assert any(each["where"].startswith("engine/attention/stages.py:") for each in found["lines"])
 
 
 def test_the_timeline_holds_the_peak(profiled):

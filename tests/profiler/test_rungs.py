@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ithaca.cli.main import main
+from ithaca.observe.profiler import rungs
+from ithaca.observe.profiler.rungs import apart, measure_ladder, problem
+from ithaca.observe.profiler.wanted import Wanted
 from ithaca.planner.chart import ladder_svg
 from ithaca.planner.ladder import describe, ladder
-from ithaca.profiler import rungs
-from ithaca.profiler.rungs import apart, measure_ladder, problem
-from ithaca.profiler.wanted import Wanted
 from ithaca.stack import Stack
 
 from .test_profile import SIZES

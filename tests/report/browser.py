@@ -11,11 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..waiting import wait_until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -127,11 +128,8 @@ class Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 10) -> None:
-        end = time.monotonic() + seconds
-        while not self.ask(expression):
-            assert time.monotonic() < end, f"{expression} did not become true; {self.troubles()}"
-            time.sleep(0.02)
+    def wait(self, expression: str) -> None:
+        wait_until(lambda: self.ask(expression), lambda: f"({expression}); {self.troubles()}")
 
     def settle(self) -> None:
         """Two frames: sizes are observed and charts drawn."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.report import write_report
+from ithaca.observe.report import write_report
 
 from .browser import Browser, find
 from .samples import write_run

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ithaca.report.values import CATEGORIES
+from ithaca.observe.report.values import CATEGORIES
 
 GB = 10**9
 GPU = 85 * GB
@@ -186,7 +186,7 @@ def profile(moments: int = 3000) -> dict[str, Any]:
         "copies": {"seconds": 5.61, "exposed": 0.42, "bytes_out": 69 * GB, "bytes_in": 69 * GB, "traced": {"alone": 0.31}},
         "kernels": [{"name": name, "seconds": time, "calls": calls} for name, time, calls in kernels],
         "modules": [{"name": f"model.layers.{n}.self_attn", "bytes": round((15 - n) * 1.1 * GB)} for n in range(14)],
-        "lines": [{"where": f"attention/stages.py:{120 + 13 * n}", "bytes": round(8.4 * GB / (n + 1))} for n in range(14)],
+        "lines": [{"where": f"engine/attention/stages.py:{120 + 13 * n}", "bytes": round(8.4 * GB / (n + 1))} for n in range(14)],
         "steps": [{"seconds": 186.2, "peak": totals[top]}, {"seconds": 183.9, "peak": totals[top] - GB // 10}],
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.report import write_report
+from ithaca.observe.report import write_report
 
 from . import samples
 from .browser import Browser, Tab

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ithaca.report.decimate import pick, pick_stacked, running_mean
+from ithaca.observe.report.decimate import pick, pick_stacked, running_mean
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1999, 2000])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ithaca.evaluate.heatmap import colour, ink, pixels, svg
-from ithaca.report import render, write_report
+from ithaca.evaluation.heatmap import colour, ink, pixels, svg
+from ithaca.observe.report import render, write_report
 
 from .browser import Browser
 from .samples import write_run

@@ -10,7 +10,7 @@ from importlib import resources
 
 import pytest
 
-from ithaca.report.values import CATEGORIES
+from ithaca.observe.report.values import CATEGORIES
 
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -35,7 +35,7 @@ def seen(colour: str, eye: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def colours() -> dict[str, str]:
-    style = resources.files("ithaca.report").joinpath("page.css").read_text()
+    style = resources.files("ithaca.observe.report").joinpath("page.css").read_text()
     return {name: re.findall(rf"--{name}: (#[0-9a-f]{{6}});", style)[0] for name in CATEGORIES}
 
 
@@ -49,5 +49,5 @@ def test_categories_can_be_told_apart(colours: dict[str, str], eye: str):
 
 
 def test_every_category_has_a_class(colours: dict[str, str]):
-    style = resources.files("ithaca.report").joinpath("page.css").read_text()
+    style = resources.files("ithaca.observe.report").joinpath("page.css").read_text()
     assert all(f".cat-{name} {{ --fill: var(--{name}); }}" in style for name in colours)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ithaca.cli.main import main
-from ithaca.report import render, write_report
+from ithaca.observe.report import render, write_report
 
 from . import samples
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.report import render, write_report
+from ithaca.observe.report import render, write_report
 
 from . import samples
 
@@ -215,7 +215,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path):
 def test_a_killed_run_is_called_killed(tmp_path: Path, state: str):
     run = samples.write_run(tmp_path / "run", steps=8, parts=False, state=state)
     assert data_of(render(run=run))["heading"]["state"]["name"] == "killed"
-    from ithaca.train.folder import RunFolder
+    from ithaca.base.run_folder import RunFolder
 
     with RunFolder(run).claim():
         assert data_of(render(run=run))["heading"]["state"]["name"] == state

@@ -32,7 +32,7 @@ def alone() -> None:
     import torch
     import torch.distributed as dist
 
-    from ithaca.mesh import _ensure_process_group
+    from ithaca.engine.mesh import _ensure_process_group
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print("torch", addresses())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ithaca.cli.main import main
-from ithaca.storage import files
+from ithaca.storage import check, files
 from ithaca.storage.checkpoint import CheckpointError, load, save
 from ithaca.storage.digest import digests
 from ithaca.storage.export import export_checkpoint
@@ -137,7 +137,7 @@ def test_names_that_lead_out_of_the_folder(tmp_path: Path, name: str):
     run, _ = started(stack=ALONE, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match="has a bad entry"):
         load(path, run)
-    assert "has a bad entry" in files.verify(path)[0]
+    assert "has a bad entry" in check.verify(path)[0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import yaml
 
+from ithaca.base.files import inside
+from ithaca.base.redact import redacted
+from ithaca.base.versions import FLOORS, too_old
 from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.data.folder import Packed
@@ -22,10 +25,7 @@ from ithaca.data.manifest import content_of
 from ithaca.data.pack import pack
 from ithaca.data.plan import open_plan
 from ithaca.data.source import Source
-from ithaca.files import inside
-from ithaca.floors import FLOORS, too_old
-from ithaca.redact import redacted
-from ithaca.report.page import render
+from ithaca.observe.report.page import render
 
 from .payloads import Marker, Payload, code
 
@@ -203,7 +203,7 @@ def test_secrets_are_taken_out_of_texts():
 
 def test_no_secret_in_the_environment_block_or_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     from ithaca.cli import doctor_parts
-    from ithaca.train.trainer import train
+    from ithaca.training.trainer import train
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -245,7 +245,7 @@ def test_what_we_ask_for_is_above_the_floors():
 
 
 def test_an_old_version_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch):
-    import ithaca.floors as floors
+    import ithaca.base.versions as floors
     from ithaca.cli.doctor_parts import hints
 
     assert too_old({"torch": "2.13.0+cpu", "transformers": "5.17.0", "pyarrow": None, "other": "0.1"}) == []

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
+from ithaca.base.files import read_json, read_text
+from ithaca.base.run_folder import RunFolder
 from ithaca.cli.main import main
 from ithaca.config.nodes import load_plain
-from ithaca.data import template
+from ithaca.data import chat_template as template
 from ithaca.data.chat import render_chat
 from ithaca.data.tokenizer import load_tokenizer
-from ithaca.files import read_json, read_text
-from ithaca.model.config import check_settings, read_config, read_settings
-from ithaca.model.weights import Folder
+from ithaca.engine.model.config import check_settings, read_config, read_settings
+from ithaca.engine.model.presets import TINY, preset_config
+from ithaca.engine.model.weights import Folder
 from ithaca.storage.files import read_json as read_checkpoint_json
 from ithaca.storage.files import run_of
-from ithaca.train.folder import RunFolder
-from ithaca.verify.presets import PRESETS, preset_config
 
 from ..data.make import save_tokenizer
 
@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "
 LLAMA = dict(preset_config("llama3").to_dict())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", TINY)
 def test_every_family_has_sizes_that_are_believed(name: str):
     check_settings(preset_config(name).to_dict(), name)
 
@@ -130,8 +130,9 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("case", TEMPLATES)
 def test_a_template_comes_to_an_end(monkeypatch: pytest.MonkeyPatch, case: str):
-    monkeypatch.setattr(template, "SECONDS", 0.5)  # of computing: a busy machine does not count
     evil, words = TEMPLATES[case]
+    if words == "still computing":  # for ever; the others come to their own end, however slow the machine
+        monkeypatch.setattr(template, "SECONDS", 0.5)
     with pytest.raises(ValueError, match=f"the chat template refuses this chat: .*{words}"):
         render_chat(CHAT, evil, {})
     monkeypatch.undo()

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from ithaca.config.schema import Model
 from ithaca.data.chat import render_chat
 from ithaca.data.tokenizer import load_tokenizer, tokenizer_parts
-from ithaca.model.weights import Folder
+from ithaca.engine.build import build_model, model_config
+from ithaca.engine.model.weights import Folder
 from ithaca.planner.config import hf_config
 from ithaca.stack import Stack
-from ithaca.train.build import build_model, model_config
 from ithaca.verify.case import Case, Session
 from ithaca.verify.presets import folder_config
 

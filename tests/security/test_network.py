@@ -35,7 +35,7 @@ def test_the_ranks_of_one_machine_listen_on_loopback_only(tmp_path: Path):
         "model: {folder: tiny_llama, random_init: true, dtype: fp32}\ndata: {context: 2K, sources: [{synthetic: recall}]}\n"
         f"train: {{steps: 2, rows: 4}}\nstack: {{ulysses: 2}}\nlaunch: {{cpu: 2}}\nrun: {{folder: {tmp_path / 'run'}}}\n"
     )
-    command = [sys.executable, "-m", "ithaca.launch", "tests.security.listening:look", str(config)]
+    command = [sys.executable, "-m", "ithaca.training.launch", "tests.security.listening:look", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
     assert "listening [['127.0.0.1'], ['127.0.0.1']]" in done.stdout

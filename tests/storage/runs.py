@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import ithaca
+from ithaca.engine.model.presets import preset_config
 from ithaca.storage.checkpoint import load, save
 from ithaca.storage.low_bit import wide_copy
-from ithaca.verify.presets import add_lora, build, preset_config
+from ithaca.verify.presets import add_lora, build
 
 
 def tokens(step: int, rows: int = 4, length: int = 12) -> Tensor:

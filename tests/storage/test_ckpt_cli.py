@@ -115,6 +115,6 @@ def test_export_is_the_same_command_under_both_names(run_folder: Path, tmp_path:
 def test_looking_needs_no_torch(run_folder: Path):
     program = "import sys; from ithaca.cli.main import main; code = main(sys.argv[1:]); print('torch' in sys.modules); exit(code)"
     done = subprocess.run(
-        [sys.executable, "-c", program, "ckpt", "ls", str(run_folder)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, "ckpt", "ls", str(run_folder)], capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "False", done.stderr

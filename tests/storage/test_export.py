@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ithaca
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
+from ithaca.engine.model.presets import TINY, preset_config
 from ithaca.storage.checkpoint import CheckpointError, save
 from ithaca.storage.export import export_checkpoint, export_model
 from ithaca.storage.safetensors_shards import Entry, Shards
-from ithaca.verify.presets import PRESETS, preset_config
-from ithaca.workers import Workers
 
 from .runs import started, tiny, tokens, train
 
@@ -67,7 +67,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", TINY)
 def test_every_family_round_trips(preset: str, tmp_path: Path):
     """Published by transformers, filled from the folder, exported: the same names and bits, and the same logits."""
     from transformers import AutoModelForCausalLM

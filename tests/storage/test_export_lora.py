@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import ithaca
+from ithaca.base.processes.pool import Workers
 from ithaca.storage.checkpoint import CheckpointError, save
 from ithaca.storage.export import export_checkpoint, export_model
-from ithaca.workers import Workers
 
 from .runs import tiny, tokens
 from .test_export import FP32, equal, loaded, tensors_in

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaca import faults
-from ithaca.storage import files
+from ithaca.base import faults
+from ithaca.base.processes.pool import WorkerError, Workers
+from ithaca.storage import check, files
 from ithaca.storage.checkpoint import CheckpointError, Damaged, NotWritten, load, ready, save
 from ithaca.storage.keep import remove_unfinished, unfinished
-from ithaca.workers import WorkerError, Workers
 
 from .runs import started, train, weights
 
@@ -93,7 +93,7 @@ def test_a_kill_at_any_point_leaves_a_good_checkpoint(
     assert caught.value.kind == "died"
     newest = 2 if fault.endswith("before_latest") else 1
     assert files.latest(folder) == folder / f"step-{newest}"
-    assert all(files.verify(path) == [] for path in files.published(folder))
+    assert all(check.verify(path) == [] for path in files.published(folder))
     left = "save" in fault and newest == 1 and not fault.endswith("save.begin")
     assert len(unfinished(folder)) == left
     remove_unfinished(folder)
@@ -144,7 +144,7 @@ def test_one_rank_that_fails_in_a_save_fails_it_for_all(workers: Workers, tmp_pa
     assert [kind for kind, _, _ in one] == ["CheckpointError"] * 4 + ["NotWritten"] * 4
     assert all("No space left on device" in text for _, text, _ in one[4:])
     assert "FaultRaised: fault raise@1:2:save.after_shard" in one[1][1] and "failed on rank 1" in one[1][1]
-    assert files.verify(tmp_path / "step-2") == []
+    assert check.verify(tmp_path / "step-2") == []
 
 
 def without_the_folder(folder: str) -> list[str]:
@@ -185,7 +185,7 @@ def test_a_file_that_ends_early_is_reported_as_what_it_is(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files.latest(tmp_path) is None and unfinished(tmp_path) == []
     path = save(tmp_path, run, optimizer, {}, step=1).wait()
-    assert files.verify(path) == [] and (path / "__0_0.distcp").stat().st_size > 20_000_001
+    assert check.verify(path) == [] and (path / "__0_0.distcp").stat().st_size > 20_000_001
 
 
 # -- damage found by reading --------------------------------------------------------------------------------------------
@@ -253,4 +253,4 @@ def test_a_damaged_one_that_is_named_is_refused_and_one_that_could_run_code_stop
     assert not isinstance(caught.value, Damaged), "no older one is tried: it would not fit either"
     save(tmp_path, run, optimizer, {}, step=3)
     save_over = save(tmp_path, run, optimizer, {}, step=2)  # training comes by again: the damaged one is replaced
-    assert files.verify(save_over.wait()) == []
+    assert check.verify(save_over.wait()) == []

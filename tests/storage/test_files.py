@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.storage import files
+from ithaca.storage import check, files
 from ithaca.storage.digest import BLOCK, digests
 from ithaca.storage.files import CheckpointError, NotWritten
 from ithaca.storage.keep import prune, remove_unfinished
@@ -49,7 +49,7 @@ def test_a_published_checkpoint_is_complete_and_named(tmp_path: Path):
     path = make(tmp_path / "new/folder", 40)
     assert names(path.parent) == ["LATEST", "RUN", "step-40"] and (path.parent / "LATEST").read_text() == "step-40\n"
     assert names(path) == ["manifest.json", "shard", "state.json"]
-    assert files.verify(path) == [] and files.latest(path.parent) == path
+    assert check.verify(path) == [] and files.latest(path.parent) == path
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["step"] == 40 and manifest["files"]["shard"]["size"] == 7
     assert manifest["run"] == (path.parent / "RUN").read_text().strip() and len(manifest["save"]) == 8
@@ -76,7 +76,7 @@ def test_a_damaged_one_is_skipped_with_a_reason(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "ithaca"):
         assert files.latest(tmp_path) == good
     assert any(str(bad) in record.getMessage() for record in caplog.records)
-    (text,) = files.verify(bad)
+    (text,) = check.verify(bad)
     assert re.search(words, text)
 
 
@@ -85,9 +85,9 @@ def test_bytes_that_changed_are_found_by_reading_them(tmp_path: Path):
     assert files.touched(path) == []
     (path / "shard").write_bytes(b"numbbrs")
     assert files.damage(path) == [] and files.latest(tmp_path) == path and files.touched(path) == ["shard"]
-    assert files.verify(path) == ["shard has changed since it was saved (SHA-256 differs)"]
+    assert check.verify(path) == ["shard has changed since it was saved (SHA-256 differs)"]
     (path / "more").touch()
-    assert files.verify(path)[1:] == ["more is not in the manifest"]
+    assert check.verify(path)[1:] == ["more is not in the manifest"]
 
 
 def test_a_manifest_cannot_point_elsewhere(tmp_path: Path):
@@ -95,7 +95,7 @@ def test_a_manifest_cannot_point_elsewhere(tmp_path: Path):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["../../secret"] = {"size": 1, "sha256": ""}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert "has a bad entry: '../../secret'" in files.verify(path)[0]
+    assert "has a bad entry: '../../secret'" in check.verify(path)[0]
 
 
 def test_a_kill_at_any_moment_leaves_the_older_ones(tmp_path: Path):
@@ -122,7 +122,7 @@ def test_a_published_checkpoint_is_never_overwritten_but_a_damaged_one_is_replac
         make(tmp_path, 10)
     assert names(tmp_path) == ["LATEST", "RUN", "step-10"]
     (path / "shard").unlink()
-    assert make(tmp_path, 10, b"again") == path and files.verify(path) == []
+    assert make(tmp_path, 10, b"again") == path and check.verify(path) == []
     assert names(tmp_path) == ["LATEST", "RUN", "step-10"]
 
 
@@ -181,7 +181,7 @@ def test_checkpoints_of_two_runs_and_parts_of_two_checkpoints_do_not_mix(
     guest = Path(shutil.copytree(theirs, tmp_path / "mine/step-20"))
     with caplog.at_level(logging.WARNING, "ithaca"):
         assert files.latest(tmp_path / "mine") == mine
-    assert "it is of run" in caplog.text and files.verify(guest) == []
+    assert "it is of run" in caplog.text and check.verify(guest) == []
     assert prune(tmp_path / "mine", keep_last=1) == []
     alone = tmp_path / "alone"
     shutil.copytree(theirs, alone / "step-20")
@@ -191,7 +191,7 @@ def test_checkpoints_of_two_runs_and_parts_of_two_checkpoints_do_not_mix(
     (digest,) = digests({"": mine / "state.json"}).values()
     about["files"]["state.json"] = {"size": (mine / "state.json").stat().st_size, "sha256": digest}
     (mine / "manifest.json").write_text(json.dumps(about))
-    (text,) = files.verify(mine)
+    (text,) = check.verify(mine)
     assert "is made of parts of two checkpoints: state.json says save" in text
 
 

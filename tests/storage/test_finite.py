@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
-from ithaca.storage import files
+from ithaca.storage import check
 from ithaca.storage.checkpoint import CheckpointError, Damaged, NotFiniteValues, load, prune, save
 from ithaca.storage.export import export_checkpoint, export_model
 from ithaca.storage.finite import not_finite
-from ithaca.workers import Workers
 
 from .runs import started, train, weights
 from .test_export import FP32, tensors_in
@@ -93,7 +93,7 @@ def test_one_rank_that_is_not_finite_stops_the_save_on_all(workers: Workers, tmp
             strict=True,
         ):
             assert text.startswith(f"rank 1: {name} is not finite ({count} of ") and code == 6
-    assert files.verify(tmp_path / "step-2") == [], "and it goes on"
+    assert check.verify(tmp_path / "step-2") == [], "and it goes on"
 
 
 def test_a_state_that_is_a_number_counts_too(tmp_path: Path):
@@ -157,7 +157,7 @@ def test_going_on_takes_the_newest_good_one_and_says_so(mixed: Any, caplog: pyte
     assert [f"Using step-{step}" in caplog.text for step in (4, 2)] == [True, True]
     assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
     save(folder, run, optimizer, {}, step=4)
-    assert files.verify(folder / "step-4") == [], "a new one takes the place of the bad one"
+    assert check.verify(folder / "step-4") == [], "a new one takes the place of the bad one"
 
 
 def test_none_that_is_good_is_an_error_on_all_ranks_and_overwrites_nothing(workers: Workers, tmp_path: Path):
@@ -179,10 +179,10 @@ def refused(folder: str) -> str:
 
 def test_the_last_good_one_is_not_pruned_for_bad_ones(mixed: Any):
     folder, run, optimizer = mixed
-    assert prune(folder, keep_last=1) == [] and files.verify(folder / "step-2") == []
+    assert prune(folder, keep_last=1) == [] and check.verify(folder / "step-2") == []
     save(folder, run, optimizer, {}, step=3)
     assert [path.name for path in prune(folder, keep_last=1)] == ["step-2"], "newer bad ones do not count"
-    assert files.verify(folder / "step-3") == [] and (folder / "step-4").is_dir()
+    assert check.verify(folder / "step-3") == [] and (folder / "step-4").is_dir()
 
 
 def test_a_bad_one_is_not_exported(mixed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.load_memory import fill, write
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
 
 NOISE = 6e6  # allocator, threads
 

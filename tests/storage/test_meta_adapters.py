@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ithaca
-from ithaca.verify.presets import preset_config
-from ithaca.workers import Workers
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.model.presets import preset_config
 
 from .runs import tiny, tokens, weights
 from .test_export_lora import CASES

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import ithaca
+from ithaca.base.processes.pool import Workers
 from ithaca.storage import rng
 from ithaca.storage.checkpoint import load, save
-from ithaca.workers import Workers
 
 from .runs import seeded, started, state_of, tiny, tokens, weights
 
@@ -107,7 +107,7 @@ def local_states(folder: str) -> None:
 
 def test_states_that_are_not_sharded_like_their_parameter_are_refused(workers: Workers, tmp_path: Path):
     """torch would store one rank's and call it everybody's."""
-    from ithaca.workers import WorkerError
+    from ithaca.base.processes.pool import WorkerError
 
     with pytest.raises(WorkerError, match="mean is not sharded like its parameter") as caught:
         workers.run(local_states, str(tmp_path), world=2)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
-from ithaca.evaluate.opening import load_model
+from ithaca.evaluation.opening import load_model
 from ithaca.storage import files, keep, listing  # before a function of one is replaced, the others must have it
 from ithaca.storage.checkpoint import load, save
 from ithaca.storage.files import Gone, complete
 from ithaca.storage.safe_metadata import SafeReader
-from ithaca.workers import Workers
 
 from .runs import started
 
@@ -134,7 +134,7 @@ def test_eval_goes_on_with_the_newest_and_says_which(
         live.moment = live.looks + 2
         return load_model(*words)
 
-    monkeypatch.setattr("ithaca.evaluate.alone.load_model", found_and_then)
+    monkeypatch.setattr("ithaca.evaluation.alone.load_model", found_and_then)
     assert main(["eval", str(live.folder), "--cpu", "1", "--eval.samples", "1", "--eval.depths", "1"]) == 0
     assert not (live.checkpoints / "step-1").exists()
     found = json.loads((live.folder / "eval/step-2.json").read_text())

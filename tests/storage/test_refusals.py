@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaca.storage import files
+from ithaca.base.processes.pool import WorkerError, Workers
+from ithaca.storage import check, files
 from ithaca.storage.checkpoint import CheckpointError, load, save
-from ithaca.workers import WorkerError, Workers
 
 from .runs import started, state_of, tiny, tokens, train, weights
 
@@ -65,7 +65,7 @@ def test_another_depth_and_another_family(saved: Path):
 
 def test_another_dtype_is_not_cast_in_silence(saved: Path):
     import ithaca
-    from ithaca.model.weights import cast_parameters
+    from ithaca.engine.model.weights import cast_parameters
 
     run = ithaca.prepare(cast_parameters(tiny(), torch.bfloat16), ithaca.Stack(**ALONE), device="cpu")
     assert "is float32[257, 64] in the checkpoint and bfloat16[257, 64] in this run" in refusal(saved, run)
@@ -207,7 +207,7 @@ def test_a_full_disk_on_one_rank_costs_that_save_only(workers: Workers, tmp_path
     for error, left in workers.run(full_disk, str(tmp_path), asynchronous, world=2):
         assert "writing" in error and "failed on rank 1: OSError: [Errno 27] File too large" in error
         assert left == ["LATEST", "RUN", "step-1"]
-    assert files.latest(tmp_path) == tmp_path / "step-3" and files.verify(tmp_path / "step-3") == []
+    assert files.latest(tmp_path) == tmp_path / "step-3" and check.verify(tmp_path / "step-3") == []
 
 
 def poll(folder: str) -> list[Any]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ithaca.base.processes.pool import Workers
 from ithaca.storage.checkpoint import HostCopies, load, save
-from ithaca.workers import Workers
 
 from .runs import resumed, seeded, started, state_of, train, trained_and_saved, weights
 

@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 
+from ithaca.base.exits import Failed
 from ithaca.cli.main import main
 from ithaca.config import load
-from ithaca.observe import read_metrics
-from ithaca.storage import checkpoint, files, publish
-from ithaca.train.ends import Failed
-from ithaca.train.trainer import train
+from ithaca.observe.metrics import read_metrics
+from ithaca.storage import check, checkpoint, files, publish
+from ithaca.training.trainer import train
 
 PLAIN = ["ulysses=1", "ring=1", "recompute=none", "store=gpu", "tile=null", "shard_parameters=false"]
 SHORT = ["data.context=64", "train.rows=1", "train.warmup=1", "train.schedule=constant", "log.every=1", "launch.cpu=1"]
@@ -47,7 +47,7 @@ def test_a_run_falls_back_from_a_damaged_checkpoint_and_stops_if_none_is_good(tm
     assert run(tmp_path, 4) == 0
     assert "ignored damaged checkpoint" in said(tmp_path) and "bytes, the manifest says" in said(tmp_path)
     assert "removed unfinished checkpoint .step-6.abc.tmp (an interrupted save)" in said(tmp_path)
-    assert names(tmp_path) == ["step-2", "step-4"] and files.verify(shard.parent) == [], "trained and saved again"
+    assert names(tmp_path) == ["step-2", "step-4"] and check.verify(shard.parent) == [], "trained and saved again"
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["loss"] for line in lines if "loss" in line] == before, "steps 3 and 4 again"
     assert [line["from_step"] for line in lines if line.get("event") == "resume"] == [2]
@@ -76,7 +76,7 @@ def test_a_full_disk_costs_a_save_and_then_the_run(tmp_path: Path, caplog: pytes
     assert "not enough disk" in text and ", 1 B are free" in text and "newest checkpoint: checkpoints/step-6" in text
     assert "Keeping checkpoints/step-2; the next try is at step 6 (1 of 3 failures in a row)" in caplog.text
     assert names(tmp_path) == ["step-2", "step-6"]
-    assert all(files.verify(path) == [] for path in files.published(tmp_path / "checkpoints"))
+    assert all(check.verify(path) == [] for path in files.published(tmp_path / "checkpoints"))
     events = [line["event"] for line in read_metrics(tmp_path / "metrics.jsonl") if "event" in line]
     assert events == ["start", "save", "save_failed", "save", "save_failed", "save_failed", "save_failed"]
     assert run(tmp_path, 8) == 0 and names(tmp_path) == ["step-6", "step-8"], "there is room again"
@@ -95,7 +95,7 @@ def test_checkpoints_that_are_deleted_during_a_save_cost_that_save(tmp_path: Pat
 
     with mock.patch.object(checkpoint, "publish", publishing), caplog.at_level(logging.WARNING, "ithaca"):
         assert run(tmp_path, 8) == 0
-    assert names(tmp_path) == ["step-8"] and files.verify(tmp_path / "checkpoints/step-8") == []
+    assert names(tmp_path) == ["step-8"] and check.verify(tmp_path / "checkpoints/step-8") == []
     first, second = (text for text in caplog.messages if "could not be saved" in text)
     assert "No such file or directory" in first and "Keeping none (checkpoints/step-2 was deleted)" in first
     assert "has lost state.json while it was written" in second and "unexpectedly" not in caplog.text
@@ -122,10 +122,10 @@ def test_a_disk_that_others_fill_while_a_save_writes(mount: Callable[[str], Path
     assert caught.value.exit_code == 4 and "No space left on device" in text and "3 of 3 failures in a row" in text
     assert str(place / "checkpoints") in text, "where there is no space"
     assert "newest checkpoint: checkpoints/step-2" in text
-    assert names(place) == ["step-2"] and files.verify(place / "checkpoints/step-2") == []
+    assert names(place) == ["step-2"] and check.verify(place / "checkpoints/step-2") == []
     ballast.unlink()
     assert run(place, 8) == 0 and names(place)[-1] == "step-8"
-    assert all(files.verify(path) == [] for path in files.published(place / "checkpoints"))
+    assert all(check.verify(path) == [] for path in files.published(place / "checkpoints"))
 
 
 def test_a_folder_that_takes_no_checkpoints_ends_the_run_before_it_trains(tmp_path: Path, capsys: Any):

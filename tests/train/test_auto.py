@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ithaca.attention.choice import kernels_here
+from ithaca.base.exits import Failed
 from ithaca.config import load
 from ithaca.config.schema import Lora, Model
+from ithaca.engine import build
+from ithaca.engine.attention.choice import kernels_here
 from ithaca.planner.config import hf_config
-from ithaca.train import build
-from ithaca.train.build import automatic_stack, hardware_here, planned
-from ithaca.train.ends import Failed
+from ithaca.training import automatic
+from ithaca.training.automatic import automatic_stack, hardware_here, planned
 
 CUDA = torch.device("cuda", 0)
 
@@ -28,9 +29,11 @@ def eight(monkeypatch: pytest.MonkeyPatch):
         found = SimpleNamespace(name=name, total_memory=int(memory), major=major, multi_processor_count=100)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-        monkeypatch.setattr(build, "available_memory", lambda: 512 * 2**30)  # not what this machine has left just now
+        monkeypatch.setattr(
+            automatic, "available_memory", lambda: 512 * 2**30
+        )  # not what this machine has left just now
         # only a call on the GPU tells which kernels run there
-        monkeypatch.setattr(build, "kernels_here", lambda *_: ("cudnn", "flash"))
+        monkeypatch.setattr(automatic, "kernels_here", lambda *_: ("cudnn", "flash"))
 
     return of
 
@@ -52,7 +55,7 @@ def test_the_hardware_is_recognised(tmp_path: Path, eight):
     assert found.gpu.measured and found.host and found.disk
     assert hardware_here(config(tmp_path, memory="80GB"), 8, CUDA).gpu.memory == 80_000_000_000
     eight("NVIDIA A100-SXM4-40GB", 42.4e9, major=8)
-    assert hardware_here(config(tmp_path), 8, CUDA).gpu.kernel == "cudnn"
+    assert hardware_here(config(tmp_path), 8, CUDA).gpu.hopper is False
     eight("NVIDIA Something New", 300e9, major=12)
     assert hardware_here(config(tmp_path), 8, CUDA).gpu.name == "NVIDIA Something New"
 
@@ -90,7 +93,7 @@ def test_a_kernel_that_the_engine_refuses_is_refused_by_the_plan(
 ):
     """The same choice: without a GPU there is none."""
     eight("NVIDIA H100 80GB HBM3", 84.9e9)
-    monkeypatch.setattr(build, "kernels_here", kernels_here)
+    monkeypatch.setattr(automatic, "kernels_here", kernels_here)
     with pytest.raises(ValueError, match="no attention kernel for head_dim=128, bfloat16, cuda"):
         planned(config(tmp_path, context="64K"), hf_config("llama3_8b"), 8, CUDA)
 

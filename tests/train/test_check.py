@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ithaca.base.run_folder import RunFolder
 from ithaca.cli import train as verb
 from ithaca.cli.main import main
-from ithaca.train.folder import RunFolder
 
 from ..data.make import pack_ids
 

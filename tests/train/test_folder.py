@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ithaca.train.folder import CONTRACT, RunFolder, write_atomically
+from ithaca.base.run_folder import CONTRACT, RunFolder, write_atomically
 
 HOLD = """
 import sys
-from ithaca.train.folder import RunFolder
+from ithaca.base.run_folder import RunFolder
 with RunFolder(sys.argv[1]).claim():
     print("held", flush=True)
     sys.stdin.read()
@@ -35,7 +35,7 @@ def other(tmp_path: Path):
     yield process
     process.stdin.close()
     process.stdout.close()
-    process.wait(10)
+    process.wait()
 
 
 def test_names(tmp_path: Path):
@@ -62,7 +62,7 @@ def test_a_folder_in_use_names_host_and_pid(tmp_path: Path, other: subprocess.Po
 def test_a_killed_run_leaves_no_lock(tmp_path: Path, other: subprocess.Popen[str]):
     folder = RunFolder(tmp_path / "run")
     os.kill(other.pid, signal.SIGKILL)
-    other.wait(10)
+    other.wait()
     assert folder.holder() is None
     with folder.claim():
         assert json.loads(folder.lock.read_text())["pid"] == os.getpid()

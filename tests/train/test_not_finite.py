@@ -9,14 +9,13 @@ from unittest import mock
 
 import pytest
 
+from ithaca.base.exits import NOT_FINITE, Failed, worth_another_try
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
 from ithaca.config import load
-from ithaca.launch.exits import NOT_FINITE, worth_another_try
-from ithaca.observe import read_metrics
-from ithaca.storage import files
-from ithaca.train.ends import Failed
-from ithaca.train.trainer import train
-from ithaca.workers import Workers
+from ithaca.observe.metrics import read_metrics
+from ithaca.storage import check
+from ithaca.training.trainer import train
 
 PLAIN = ["ulysses=1", "ring=1", "recompute=none", "store=gpu", "tile=null", "shard_parameters=false"]
 SHORT = ["data.context=64", "train.warmup=0", "train.schedule=constant", "log.every=1", "checkpoint.keep_last=1"]
@@ -53,7 +52,7 @@ def test_a_lost_update_is_not_saved_and_costs_no_good_checkpoint(workers: Worker
     for code, text in workers.run(run_on_ranks, str(tmp_path), [*settings, "train.steps=4", LOST], world=2):
         assert code == NOT_FINITE and text.startswith("step 3 was not saved: rank 0: ") and " is not finite (" in text
         assert "Last good checkpoint (every number in it is finite): checkpoints/step-2. Lower train.lr" in text
-    assert names(tmp_path) == ["step-2"] and files.verify(tmp_path / "checkpoints/step-2") == []
+    assert names(tmp_path) == ["step-2"] and check.verify(tmp_path / "checkpoints/step-2") == []
     found = status(tmp_path)
     assert (found["state"], found["exit_code"], found["checkpoint"]) == ("failed", 6, "checkpoints/step-2")
     assert workers.run(run_on_ranks, str(tmp_path), [*settings, "train.steps=3"], world=2) == [(0, "")] * 2
@@ -66,7 +65,7 @@ def test_where_nothing_is_saved_in_between_the_next_loss_tells_and_the_words_are
     assert code == NOT_FINITE and text.startswith("step 4: loss nan") and "were not touched" not in text
     assert "The weights were not finite before this step (on rank 0, first in model." in text
     assert "Last good checkpoint (every number in it is finite): checkpoints/step-2." in text
-    assert names(tmp_path) == ["step-2"] and files.verify(tmp_path / "checkpoints/step-2") == []
+    assert names(tmp_path) == ["step-2"] and check.verify(tmp_path / "checkpoints/step-2") == []
 
 
 def test_a_run_without_a_checkpoint_says_that_there_is_none(tmp_path: Path):
@@ -94,11 +93,11 @@ def test_a_bad_checkpoint_of_an_older_version_is_passed_over(tmp_path: Path):
     assert run(str(tmp_path), *settings, "train.steps=2") == (0, "")
     with mock.patch("ithaca.storage.checkpoint.require_finite"):  # which did not look
         assert run(str(tmp_path), *settings, "train.steps=3", LOST) == (0, "")
-    assert names(tmp_path) == ["step-2", "step-3"] and files.verify(tmp_path / "checkpoints/step-3")
+    assert names(tmp_path) == ["step-2", "step-3"] and check.verify(tmp_path / "checkpoints/step-3")
     assert run(str(tmp_path), *settings, "train.steps=4") == (0, "")
     said = (tmp_path / "logs/rank-0.log").read_text()
     assert "step-3 holds numbers that are not finite: " in said and "Using step-2" in said
-    assert files.verify(tmp_path / "checkpoints/step-4") == []
+    assert check.verify(tmp_path / "checkpoints/step-4") == []
 
 
 @pytest.mark.parametrize("setting", ["--train.eps=1e-46", "--train.lr=1e39"])

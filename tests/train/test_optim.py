@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.base.processes.pool import Workers
 from ithaca.config.schema import Train
-from ithaca.train.optim import (
+from ithaca.engine.optimizer import (
     build_optimizer,
     clip,
     global_norm,
@@ -19,7 +20,6 @@ from ithaca.train.optim import (
     parameter_groups,
     warmup_steps,
 )
-from ithaca.workers import Workers
 
 from ..contract.tiny import prepared, tiny, tokens, whole
 

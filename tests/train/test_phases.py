@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.base.processes.pool import Workers
 from ithaca.config import load
+from ithaca.config.curriculum import phase_at, phase_configs
 from ithaca.data.needles import Needles
-from ithaca.evaluate.opening import find_model
-from ithaca.observe import read_metrics
-from ithaca.train import trainer
-from ithaca.train.curriculum import phase_at, phase_configs
-from ithaca.train.optim import learning_rate
-from ithaca.train.phases import train_in_phases
-from ithaca.workers import Workers
+from ithaca.engine.optimizer import learning_rate
+from ithaca.evaluation.opening import find_model
+from ithaca.observe.metrics import read_metrics
+from ithaca.training import trainer
+from ithaca.training.phases import train_in_phases
 
 from .test_train import hashes_of, losses
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.base.processes.pool import Workers
 from ithaca.config.schema import Train
-from ithaca.train.optim import build_optimizer
-from ithaca.train.step import NotFinite, train_step
-from ithaca.workers import Workers
+from ithaca.engine.optimizer import build_optimizer
+from ithaca.training.step import NotFinite, train_step
 
 from ..contract.tiny import prepared, tiny, tokens, whole
 

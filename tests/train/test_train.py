@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.base.processes.pool import Workers
 from ithaca.config import load
-from ithaca.observe import read_metrics
-from ithaca.train.trainer import train
-from ithaca.workers import Workers
+from ithaca.observe.metrics import read_metrics
+from ithaca.training.trainer import train
 
 # tiny_cpu with a shorter context; a constant rate, so that a run can be made longer
 SHORT = ["data.context=128", "train.warmup=2", "train.schedule=constant", "train.rows=4", "log.every=1"]

@@ -35,10 +35,10 @@ def add_ask(verbs: Any) -> None:
 
 
 def run_ask(options: argparse.Namespace) -> int:
-    from ..evaluate.opening import find_model
-    from ..generate.command import tokenizer_folder
-    from ..generate.prompt import read_text
-    from ..launch import start
+    from ..evaluation.generate.command import tokenizer_folder
+    from ..evaluation.generate.prompt import read_text
+    from ..evaluation.opening import find_model
+    from ..training.launch import start
 
     overrides = overrides_of(options)
     if options.tokens < 1:
@@ -48,7 +48,7 @@ def run_ask(options: argparse.Namespace) -> int:
     text = None if options.file is None else read_text(options.file)
 
     def ask_here(config: Any) -> int:
-        from ..generate.command import ask
+        from ..evaluation.generate.command import ask
 
         return ask(opened, options.question, text, options.tokens)
 

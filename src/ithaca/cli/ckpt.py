@@ -81,7 +81,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _table(found: list[About]) -> str:
-    from ..config.sizes import format_bytes
+    from ..base.units import format_bytes
 
     rows = [("checkpoint", "time", "size", "files", "ranks", "state", "run")]
     for each in found:
@@ -127,7 +127,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _tell(each: About, problems: list[str], seconds: float, progress: _Progress) -> None:
-    from ..config.sizes import format_bytes
+    from ..base.units import format_bytes
 
     about = f"{format_bytes(each.bytes)} in {each.files} files, {seconds:.1f} s"
     progress.say(f"{each.path.name}: {'DAMAGED' if problems else 'ok'} ({about})")
@@ -139,7 +139,7 @@ def _tell(each: About, problems: list[str], seconds: float, progress: _Progress)
 
 def _problems(each: About, progress: _Progress) -> list[str]:
     """By names, sizes and run first; then every byte, of what has a manifest to compare with, and every number."""
-    from ..storage.files import verify
+    from ..storage.check import verify
 
     return list(each.problems) or verify(each.path, progress.add)
 

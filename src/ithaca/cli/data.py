@@ -117,9 +117,9 @@ def _is_config(files: list[str]) -> bool:
 
 
 def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
-    from ..config.sizes import parse_tokens
+    from ..base.files import read_text
+    from ..base.units import parse_tokens
     from ..data.source import Source
-    from ..files import read_text
 
     if not options.out:
         raise ValueError("no folder to write to was given; add --out FOLDER")
@@ -143,11 +143,11 @@ def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _from_config(options: argparse.Namespace) -> dict[str, Any]:
+    from ..base.files import read_text
+    from ..base.units import parse_tokens
     from ..config import load
-    from ..config.sizes import parse_tokens
+    from ..data.samples import encoding
     from ..data.source import sources_of
-    from ..files import read_text
-    from ..train.samples import encoding
 
     config = load(options.files[0]).config
     sources, data = sources_of(config.data.sources), config.data
@@ -184,7 +184,7 @@ def _counts(plan: dict[str, Any]) -> Any:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    from ..config.sizes import parse_tokens
+    from ..base.units import parse_tokens
     from ..data.folder import Packed
     from ..data.report import describe, rows_at, sample
 

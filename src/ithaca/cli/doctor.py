@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..redact import redacted
+from ..base.redact import redacted
 
 _HELP = """\
 Prints versions, GPUs, memory, limits and attention kernels as a block to paste into a report, and what is missing for speed. The

@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..config.sizes import format_bytes
-from ..floors import too_old
+from ..base.units import format_bytes
+from ..base.versions import too_old
 
 _CORE = ("torch", "transformers", "triton", "numpy", "safetensors")
 _HEAD_DIM = 128  # of most models; kernels are asked about it
@@ -92,8 +92,8 @@ def attention() -> dict[str, Any]:
     """Each backend, and why not; on the device and in the dtype that training would use."""
     import torch
 
-    from ..attention.backends import BACKENDS
-    from ..attention.choice import Kernels, Need
+    from ..engine.attention.backends import BACKENDS
+    from ..engine.attention.choice import Kernels, Need
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")

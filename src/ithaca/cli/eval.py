@@ -41,24 +41,24 @@ def add_eval(verbs: Any) -> None:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    from ..evaluate.opening import find_model
-    from ..launch import find_job, start
+    from ..evaluation.opening import find_model
+    from ..training.launch import find_job, start
 
     overrides = overrides_of(options)
     if options.file:
         overrides += [f"eval.sources=[{', '.join(map(_quoted, options.file))}]", "eval.packed=null"]
     opened = find_model(options.source, overrides, options.out)
     if not any(each.startswith("eval.tasks=") for each in overrides):
-        from ..evaluate.alone import with_tasks
+        from ..evaluation.alone import with_tasks
 
         opened = replace(opened, config=with_tasks(opened.config))
     if find_job(os.environ) is None:  # workers come here again, with everything packed
-        from ..evaluate.held_out import check_evaluation
+        from ..evaluation.held_out import check_evaluation
 
         check_evaluation(opened.config, (lambda line: None) if options.quiet else print)
 
     def evaluate_here(config: Any) -> int:
-        from ..evaluate.alone import evaluate_alone
+        from ..evaluation.alone import evaluate_alone
 
         return evaluate_alone(opened, options.quiet)
 

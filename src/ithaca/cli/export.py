@@ -46,9 +46,9 @@ def add_export(verbs: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from ..base.exits import Failed
     from ..storage.export import find_checkpoint
     from ..storage.files import CheckpointError, newest
-    from ..train.ends import Failed
 
     try:
         return newest(
@@ -61,7 +61,7 @@ def _export(options: argparse.Namespace) -> int:
 def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
     import torch
 
-    from ..config.sizes import parse_room
+    from ..base.units import parse_room
     from ..storage.export import export_checkpoint
     from ..storage.files import read_state
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.sizes import parse_room
+from ..base.kernels import GPU_KERNELS
+from ..base.units import parse_room
 from .measuring import at_least, limit_of, on_cpu, say
 
 _HELP = """\
@@ -38,7 +39,7 @@ def add_ladder(verbs: Any) -> None:
     parser.add_argument("--gpus", required=True, help="such as 8xH100-80GB")
     parser.add_argument("--context", required=True, help="tokens of a row, such as 1M")
     parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: what is usual, and said")
-    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: what the engine takes)")
+    parser.add_argument("--kernel", help=f"attention kernel: {', '.join(GPU_KERNELS)} (default: what the engine takes)")
     parser.add_argument("--layers", type=int, help="of a slice of the model: only so many layers")
     parser.add_argument("--measure", action="store_true", help="run every rung, and show it beside the prediction")
     parser.add_argument("--measure-sweeps", action="store_true", help="run the values of the sweeps too")
@@ -51,10 +52,10 @@ def add_ladder(verbs: Any) -> None:
 
 
 def run_ladder(options: argparse.Namespace) -> int:
+    from ..engine.model.sizes import read_sizes
     from ..planner.chart import ladder_svg
     from ..planner.hardware import parse_gpus
     from ..planner.ladder import describe, ladder
-    from ..planner.model import read_sizes
 
     at_least(1, steps=options.steps, layers=options.layers)
     if options.png:
@@ -71,7 +72,7 @@ def run_ladder(options: argparse.Namespace) -> int:
         hardware = replace(hardware, gpu=replace(gpu, probed=kernels_apart(read_sizes(options.model), cpu)))
     found = ladder(options.model, gpus=hardware, context=options.context, layers=options.layers, kernel=options.kernel)
     if measures:
-        from ..profiler.rungs import measure_ladder
+        from ..observe.profiler.rungs import measure_ladder
 
         measure_ladder(
             found, options.model, layers=options.layers, steps=options.steps, cpu=cpu, limit=None if cpu else limit_of(gpu),
@@ -83,7 +84,7 @@ def run_ladder(options: argparse.Namespace) -> int:
     if options.png:
         ladder_png(whole, options.png)
     if options.html:
-        from ..report import write_report
+        from ..observe.report import write_report
 
         write_report(options.html, ladder=whole)
     print(json.dumps(whole, indent=1) if options.json else "\n".join(describe(found)))
@@ -95,7 +96,7 @@ def kernels_apart(model: Any, cpu: bool) -> tuple[str, str]:
     if cpu:
         return "cpu", "cpu"
     kinds = ["whole" if window is None else "windowed" for window in dict.fromkeys(model.windows)]
-    command = [sys.executable, "-m", "ithaca.attention.choice", str(model.head_dim), *kinds]
+    command = [sys.executable, "-m", "ithaca.engine.attention.choice", str(model.head_dim), *kinds]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

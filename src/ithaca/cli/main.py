@@ -1,7 +1,7 @@
 """`ithaca`: the command line. A verb is a function; what it needs is imported when it runs.
 
 Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out; those of a run are in docs/run_folder.md. A signal ends a
-verb with 128 + its number and a line that says so (launch/stop.py), and `train` with 75, for the same command goes on.
+verb with 128 + its number and a line that says so (base/processes/signals.py), and `train` with 75, for the same command goes on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 
 from .. import __version__
-from ..launch.environment import LAUNCHER
-from ..launch.stop import Stop, StoppedEarly, listen
-from ..train.ends import Failed
+from ..base.exits import Failed
+from ..base.processes.signals import Stop, StoppedEarly, listen
+from ..base.processes.system import LAUNCHER
 from .ask import add_ask
 from .ckpt import add_ckpt
 from .data import add_data
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
     stop = Stop()
     try:
-        # workers of ours begin to listen when they can answer (launch/decision.py)
+        # workers of ours begin to listen when they can answer (training/launch/decision.py)
         with nullcontext(stop) if LAUNCHER in os.environ else listen() as stop:
             code = options.run(options)
             sys.stdout.flush()

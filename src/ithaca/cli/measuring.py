@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..config.sizes import format_bytes
-from ..launch.environment import find_job
-from ..launch.exits import MEMORY
-from ..train.ends import Failed
+from ..base.exits import MEMORY, Failed
+from ..base.units import format_bytes
+from ..training.launch.environment import find_job
 
 
 def say(line: str) -> None:
@@ -74,7 +73,7 @@ def check_room(found: Any, wanted: Any) -> None:
     """A GPU says by itself when it is full; a machine without one would swap for hours."""
     import psutil
 
-    from ..profiler.wanted import ROOM, expected
+    from ..observe.profiler.wanted import ROOM, expected
 
     if not wanted.cpu:
         return

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.sizes import format_tokens
+from ..base.kernels import GPU_KERNELS
+from ..base.units import format_tokens
+from ..engine.model.presets import PRESETS
 from .measuring import at_least, going_on, say
 
 _HELP = """\
@@ -21,8 +23,7 @@ that fits. Any field of the stack can be fixed with --set.
   ithaca plan llama32_1b --gpus 1xH200 --context 64K --dry-run
   ithaca plan llama3_8b --gpus 8xH100-80GB --max-context --dry-run   # executed at that length, and one step further
 
-MODEL is a folder with config.json, that file, or a preset: llama3_8b, llama31_8b, llama31_70b, llama32_1b, llama32_3b, qwen3_4b,
-qwen3_8b, qwen3_14b, qwen3_32b, mistral_7b.
+MODEL is a folder with config.json, that file, or a preset: {presets}.
 """
 GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
 
@@ -31,7 +32,7 @@ def add_plan(verbs: Any) -> None:
     parser = verbs.add_parser(
         "plan",
         help="say whether a run fits and how fast it will be, and choose its stack",
-        description=_HELP,
+        description=_HELP.format(presets=", ".join(PRESETS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_plan, traceback=False)
@@ -75,7 +76,7 @@ def add_request(parser: Any, *, gpus: bool = True) -> None:
         "--synchronous", action="store_true", help="checkpoints are written while the run waits: no copy in host memory"
     )
     parser.add_argument("--deterministic", action="store_true", help="the same bits on every run (train.deterministic)")
-    parser.add_argument("--kernel", help="attention kernel: fa4, cudnn or flash (default: what the engine takes)")
+    parser.add_argument("--kernel", help=f"attention kernel: {', '.join(GPU_KERNELS)} (default: what the engine takes)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="fix a field of the stack")
 
 
@@ -105,7 +106,7 @@ def find(options: argparse.Namespace) -> Any:
 
 def run_plan(options: argparse.Namespace) -> int:
     from ..planner.search import plan
-    from ..planner.words import describe, side_by_side
+    from ..planner.text import describe, side_by_side
 
     at_least(1, layers=options.layers)
     found = find(options)
@@ -120,7 +121,7 @@ def run_plan(options: argparse.Namespace) -> int:
     elif options.dry_run:
         counted = _shown(_counted(found, found.context, options))
     if options.html:
-        from ..report import write_report
+        from ..observe.report import write_report
 
         write_report(options.html, plan=found.json())
     if options.json:
@@ -141,7 +142,7 @@ def read_fields(texts: list[str]) -> dict[str, Any]:
     """["tile=8192", "store=host,hold=true"] -> fields of a Stack"""
     from dataclasses import fields
 
-    from ..config.sizes import parse_tokens
+    from ..base.units import parse_tokens
     from ..stack import Stack
 
     known = {each.name: each.default for each in fields(Stack)}
@@ -188,7 +189,7 @@ def _shown(counted: Any) -> dict[str, Any]:
 def _counted(found: Any, context: int, options: argparse.Namespace) -> Any:
     """The plan's stack, executed on fake tensors."""
     from ..planner.config import hf_config
-    from ..planner.dry_run import Case, dry_run
+    from ..planner.dry_run.run import Case, dry_run
 
     case = Case.of(replace(found.job, context=context), hf_config(options.model))
     with going_on(f"dry run at {format_tokens(context)}"):

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.sizes import format_tokens
-from ..launch.exits import MEMORY
-from ..train.ends import Failed
+from ..base.exits import MEMORY, Failed
+from ..base.units import format_tokens
 from .measuring import at_least, check_room, limit_of, on_cpu, say
 from .plan import add_request, find
 
@@ -58,11 +57,11 @@ def add_profile(verbs: Any) -> None:
 
 def run_profile(options: argparse.Namespace) -> int:
     found, wanted = ask(options)
+    from ..observe.profiler.measure import OutOfMemory, measure
+    from ..observe.profiler.result import Profile
+    from ..observe.profiler.text import describe
+    from ..observe.profiler.wanted import expected
     from ..planner.shortage import PLAN, gpu_shortage
-    from ..profiler.measure import OutOfMemory, measure
-    from ..profiler.result import Profile
-    from ..profiler.wanted import expected
-    from ..profiler.words import describe
 
     check_room(found, wanted)
     folder = make_folder(options.out or Path("runs") / f"profile-{found.model.name}-{format_tokens(found.context)}")
@@ -77,7 +76,7 @@ def run_profile(options: argparse.Namespace) -> int:
     for name, content in (("profile", whole), ("plan", plan)):
         (folder / f"{name}.json").write_text(json.dumps(content) + "\n")
     if options.html:
-        from ..report import write_report
+        from ..observe.report import write_report
 
         write_report(options.html, plan=plan, profile=whole)
     if options.json:
@@ -101,7 +100,7 @@ def ask(options: argparse.Namespace) -> tuple[Any, Any]:
             f"--rank-of {options.rank_of}, but --gpus names {count}: the plan and the measurement would be of different runs; "
             "drop one of them"
         )
-    from ..profiler.wanted import Wanted
+    from ..observe.profiler.wanted import Wanted
 
     if options.kernel and not options.cpu and found.stack.attention == "auto":
         found.job = replace(found.job, stack=replace(found.stack, attention=options.kernel))
@@ -117,9 +116,9 @@ def gpus_here(options: argparse.Namespace) -> Any:
         raise ValueError("--gpus is needed where there is no GPU: a plan is for some, such as --gpus 1xH100-80GB")
     import torch
 
-    from ..activations.host import available_memory
+    from ..engine.offload.host import available_memory
     from ..planner.hardware import Hardware
-    from ..train.build import gpu_here
+    from ..training.automatic import gpu_here
 
     ranks = options.rank_of or 1
     # this machine's memory is that of the GPUs it has

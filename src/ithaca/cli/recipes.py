@@ -45,8 +45,8 @@ def add_recipes(verbs: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
+    from ..base.units import format_tokens
     from ..config import load, recipe_names
-    from ..config.sizes import format_tokens
 
     rows = []
     for name in recipe_names():

@@ -43,9 +43,9 @@ def add_report(verbs: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from ..config.sizes import format_bytes
-    from ..files import descriptor
-    from ..report import page_of, read_inputs, write_page
+    from ..base.files import descriptor
+    from ..base.units import format_bytes
+    from ..observe.report import page_of, read_inputs, write_page
 
     inputs = read_inputs(options.inputs)
     page = page_of(inputs)

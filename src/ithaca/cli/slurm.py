@@ -52,7 +52,7 @@ def add_slurm(verbs: Any) -> None:
 
 def run_slurm(options: argparse.Namespace) -> int:
     from ..config import load
-    from ..launch.slurm import Settings, batch_script
+    from ..training.launch.slurm import Settings, batch_script
 
     if options.config is None and options.recipe is None:
         raise ValueError("which run? Give a file (ithaca slurm run.yaml) or --recipe NAME")

@@ -11,15 +11,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .. import faults
+from ..base import faults
+from ..base.exits import DATA, Failed
+from ..base.processes.fork_server import MODELS
 from ..config import Config, load
-from ..launch import find_job, start
-from ..launch.exits import DATA
-from ..launch.template import MODELS
-from ..train.curriculum import phase_configs
-from ..train.ends import Failed
+from ..config.curriculum import phase_configs
+from ..training.launch import find_job, start
 
-PRELOAD = ("ithaca.train.phases", "ithaca.train.trainer", *MODELS)
+PRELOAD = ("ithaca.training.phases", "ithaca.training.trainer", *MODELS)
 
 
 def add_train(verbs: Any) -> None:
@@ -66,7 +65,7 @@ def run_train(options: argparse.Namespace) -> int:
     injected = faults.parse_all(options.fault, os.environ)
     alone = find_job(os.environ) is None  # workers that we start, or that others started, come here again as ranks
     if options.check or alone:
-        from ..train.preflight import check_run, finished, verdict
+        from ..training.preflight import check_run, finished, verdict
 
         found = check_run(config, loaded.text, allow_change=options.allow_change)
         found.require()
@@ -83,8 +82,8 @@ def run_train(options: argparse.Namespace) -> int:
             check_run(config, loaded.text, allow_change=options.allow_change).require()
 
     def train_here(config: Config) -> int:
-        from ..train.phases import train_in_phases
-        from ..train.trainer import train
+        from ..training.phases import train_in_phases
+        from ..training.trainer import train
 
         def one(config: Config, text: str | None, *, first: bool, last: bool) -> int:
             more: dict[str, Any] = dict(allow_change=options.allow_change, injected=injected, first=first, last=last)
@@ -97,11 +96,11 @@ def run_train(options: argparse.Namespace) -> int:
 
 def pack_before(config: Config, quiet: bool) -> None:
     if config.eval.every is not None:
-        from ..evaluate.held_out import check_evaluation
+        from ..evaluation.held_out import check_evaluation
 
         check_evaluation(config, (lambda line: None) if quiet else print)
     if config.data.is_packed:
-        from ..train.samples import pack_sources, packed_folder
+        from ..data.samples import pack_sources, packed_folder
 
         try:
             pack_sources(config, (lambda line: None) if quiet else print)

@@ -136,12 +136,13 @@ def _check_model(todo: list[Case]) -> None:
     """Before any process starts: is the model there, and one we know?"""
     from pathlib import Path
 
-    from ..verify.presets import PRESETS, folder_config
+    from ..engine.model.presets import PRESETS, find_preset
+    from ..verify.presets import config_of
 
     for case in todo:
         if Path(case.model).is_dir():
-            folder_config(Path(case.model), case.full)
-        elif case.model not in PRESETS:
+            config_of(case.model, case.full)
+        elif find_preset(case.model) is None:
             raise ValueError(
                 f"{case.model!r} is neither a folder nor a preset; presets are {', '.join(PRESETS)}. Models are not "
                 "downloaded here: pass the folder of a local checkpoint"
@@ -176,7 +177,7 @@ def _run(todo: list[Case], checks, device: str, options: argparse.Namespace):
 
     if _joined_world():
         return _run_joined(todo, checks, device)
-    from ..workers import WorkerError, Workers
+    from ..base.processes.pool import WorkerError, Workers
 
     results: list[tuple[Case, list[Item], float]] = []
     with Workers(max(case.world for case in todo), device=device, timeout=options.timeout) as workers:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import open_regular
+from ..base.files import open_regular
 
 if TYPE_CHECKING:
     import yaml

@@ -13,10 +13,10 @@ from collections.abc import Mapping as Table
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..base.units import parse_bytes, parse_tokens
 from .nodes import Mapping, Node, Place, Refused, Scalar, Sequence
 from .option import Kind, about, expectation, has_default, kinds
 from .schema import Config, StackOptions
-from .sizes import parse_bytes, parse_tokens
 from .suggest import close_choice, unknown
 
 _WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from ..base.units import format_bytes, format_tokens
 from .dump import as_yaml
 from .option import about, default_of, expectation, has_default, kinds
 from .schema import Config
-from .sizes import format_bytes, format_tokens
 
 _HEAD = """\
 # Config: every setting of a run

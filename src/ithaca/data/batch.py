@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from ..activations.loss import IGNORE
-from ..batch import Batch
-from ..mesh import Mesh
-from ..sequence import Layout
+from ..engine.batch import Batch
+from ..engine.mesh import Mesh
+from ..engine.objective.cross_entropy import IGNORE
+from ..engine.sequence import Layout
 from ..stack import Stack
 from .rows import RowSource, positions_of
 

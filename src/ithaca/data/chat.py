@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .template import render as render_template
+from .chat_template import render as render_template
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..files import kind_of
+from ..base.files import kind_of
 from .source import Source, did_you_mean
 from .stamps import Stamp, changed, difference, stamp
 

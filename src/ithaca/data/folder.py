@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import inside, sha256_of
+from ..base.files import inside, sha256_of
 from .manifest import BLOCK, INDEX, read_manifest
 from .stamps import stamp
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import sha256_of
+from ..base.files import sha256_of
 from .find import Files, check_steady, find_files
 from .manifest import read_manifest
 from .readers import dataset_parts, first_columns, split_parts

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import inside, read_json
+from ..base.files import inside, read_json
 from .source import KINDS
 
 FORMAT, VERSION = "ithaca packed", 1

@@ -9,7 +9,7 @@ fact and cannot be answered. A model that uses its context has a loss that falls
 guess to nothing: the curve of loss by position that long-context training is about.
 
 Recall (recall.py) asks in one place for facts in another, which proves context parallelism; this one has every distance,
-which is what a grid of needles (evaluate/tasks.py) then measures. Rows are functions of (seed, row number), read by slices.
+which is what a grid of needles (evaluation/tasks.py) then measures. Rows are functions of (seed, row number), read by slices.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from ..files import sha256_of
+from ..base.files import sha256_of
+from ..base.processes.tasks import run_tasks
 from .find import left_out_words
 from .folder import Packed
 from .inputs import Input, check_unchanged, differences, understand
 from .manifest import FORMAT, INDEX, LIMIT, SPECIAL, VERSION, content_of, token_dtype
-from .parallel import run_tasks
 from .progress import Progress
 from .publish import publish
 from .source import Source

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..floors import require_floors
+from ..base.versions import require_floors
 from .record import Record, first_line
 from .source import Piece
 from .stamps import Stamp, open_steady

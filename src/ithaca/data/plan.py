@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import inside, read_json, sha256_of
+from ..base.files import inside, read_json, sha256_of
 from .fit import best_fit
 from .folder import Packed
 from .publish import publish

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..files import sync
+from ..base.files import sync
 
 
 def publish(folder: Path, fill: Callable[[Path], None], *, replace: bool = False) -> None:

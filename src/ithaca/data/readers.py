@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..floors import require_floors
+from ..base.versions import require_floors
 from .find import OTHER_SPLIT, Files, LeftOut
 from .parquet import group_cuts, parquet_columns, read_parquet
 from .record import Record, first_line

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .chat import Spans, render_chat
+from .chat_template import render as render_template
 from .encode import Encoder
 from .quotes import Quotes, QuotingEncoder, Render
 from .source import OPTIONAL, Source, did_you_mean
-from .template import render as render_template
 from .tokenizer import TokenizerParts
 
 IGNORE = -100

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import sha256_of
+from ..base.files import sha256_of
 from .manifest import BLOCK, INDEX, token_dtype
 
 

@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from ..files import open_regular
+from ..base.files import open_regular
 
 
 class Stamp(NamedTuple):

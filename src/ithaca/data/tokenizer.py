@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import open_regular
-from ..model.config import read_settings
+from ..base.files import open_regular
+from ..engine.model.config import read_settings
 from .folder import Packed
 
 LARGEST = 256 << 20  # bytes of a file of a tokenizer

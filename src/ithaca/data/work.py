@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import sha256_in
+from ..base.files import sha256_in
 from .arrays import read_arrays
 from .readers import read_records, read_text
 from .record import Record

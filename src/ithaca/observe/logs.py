@@ -1,7 +1,7 @@
 """Where messages go: everything into the rank's log file, warnings of rank 0 also onto the terminal, tracebacks into the file only.
 
     with log_to(folder, rank, display):
-        logging.getLogger("ithaca.train").info("...")
+        logging.getLogger("ithaca.training").info("...")
 
     except Exception as error:                      # around it, in the command line
         print(explain(error, folder.log(rank)))     # one screen: what, where, what to do, where the traceback is
@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from ..train.folder import RunFolder
+from ..base.run_folder import RunFolder
 from .display import Display
 
 logger = logging.getLogger(__name__)

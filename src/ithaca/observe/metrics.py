@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..base.files import open_regular
+from ..base.run_folder import RunFolder
 from ..config.schema import Log
-from ..files import open_regular
-from ..train.folder import RunFolder
 from .record import StepRecord, check_finite, utc_now
 from .trackers import Background, open_trackers
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from ..activations.store import Store
-    from ..mesh import Group
+    from ..engine.mesh import Group
+    from ..engine.offload.store import Store
 
 WARM_UP = 2  # steps that are slower than those after them
 WINDOW = 50  # steps that the median looks back

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import __version__
-from ..config.sizes import format_bytes, format_tokens
+from ..base.units import format_bytes, format_tokens
 from ..stack import Stack
 from .record import StepRecord
 

@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..base.run_folder import RunFolder
 from ..config.schema import Log
-from ..train.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

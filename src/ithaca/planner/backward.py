@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ..base.kernels import backward_workspace
 from .job import FULL, HALF
-from .workspace import attention_workspace
 
 if TYPE_CHECKING:
     from .memory import Walk
@@ -102,9 +102,7 @@ def _attend(
         if streamed and not beside:  # what was kept here of the stages that were
             done["kept"] -= w.attended - waiting
         shape = (w.rows, len(stage.queries[0]), w.tokens * w.ranks, m.head_dim)
-        inside = attention_workspace(
-            w.job.kernel_of(index), "backward", shape, max(len(stage.kv[0]), 1), w.job.processors
-        )
+        inside = backward_workspace(w.job.kernel_of(index), shape, max(len(stage.kv[0]), 1), w.job.processors)
         inside //= 1 if w.stack.ring == 1 else 2  # a ring attends in halves
         grads = {"attention": mine + 2 * kv + adds, "workspace": inside, "exchange": before}
         if w.stack.ring > 1:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..engine.model.sizes import ModelSizes
 from ..stack import Stack
 from .hardware import Hardware
-from .model import ModelSizes
 
 TILES = (None, 16384, 8192, 4096, 2048)
 

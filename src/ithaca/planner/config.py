@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import Config
-from ..model.config import read_config
-from .model import PRESETS
+from ..engine.model.config import read_config
+from ..engine.model.presets import PRESETS, preset_config
 
 
 def requested(config: Config) -> dict[str, Any]:
@@ -28,18 +28,8 @@ def requested(config: Config) -> dict[str, Any]:
     }
 
 
-def preset_settings(name: str) -> dict[str, Any]:
-    """A preset as Hugging Face's config takes it."""
-    settings = dict(PRESETS[name])
-    theta = settings.pop("rope_theta", None)
-    return settings if theta is None else {**settings, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-
-
 def hf_config(what: str) -> Any:
-    from transformers import AutoConfig
-
     if what in PRESETS:
-        settings = preset_settings(what)
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+        return preset_config(what)
     path = Path(what)
     return read_config(path if path.is_dir() else path.parent)

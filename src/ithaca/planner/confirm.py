@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..config.sizes import format_tokens
+from ..base.units import format_tokens
 from .job import Memory
 from .plan import Plan
 from .search import CONTEXT_STEP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..attention.head_schedule import Stage
+from ..engine.attention.head_schedule import Stage
 from .job import HALF
 
 if TYPE_CHECKING:

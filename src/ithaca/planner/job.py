@@ -7,18 +7,11 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ..config.schema import LINEARS
+from ..engine.model.sizes import ModelSizes
 from ..stack import Stack
-from .model import ModelSizes
 
 HALF, FULL = 2, 4  # bytes of bf16 and fp32
 OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}  # bytes of states for each trained weight
-# Of the code, which cannot be imported here without torch; a test compares them.
-PROJECTION_TILES, TILES_PER_PIECE = 4, 8
-HOLD_BYTES, OVERLAP_BYTES, IN_FLIGHT, TABLE_BYTES = 2**30, 2**29, 2**30, 2**27
-LOSS_TILE = {
-    True: 2**29,
-    False: 2**27,
-}  # logits of a tile, where one kernel makes loss and gradient, and where it does not
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Every rung adds one technique to the one before, on the same model, GPUs and context. Rungs that cannot be expressed as a stack are
 left out: where there is one GPU there is nothing to shard or share. At the top, two fields that trade memory for speed are swept.
 
-What is here is predicted; profiler/rungs.py measures it and writes into `measured`.
+What is here is predicted; observe/profiler/rungs.py measures it and writes into `measured`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config.sizes import format_bytes, format_tokens
+from ..base.units import format_bytes, format_tokens
+from ..engine.model.sizes import ModelSizes, read_sizes, sliced
 from ..stack import Stack
 from .categories import CATEGORIES
 from .hardware import Hardware, parse_gpus
-from .model import ModelSizes, read_sizes, sliced
 from .plan import Plan
 from .search import plan
-from .words import columns
+from .text import columns
 
 TILES = (1024, 2048, 4096, 8192, 16384, 32768)  # values of the sweep, as far as a rank has so many tokens
 # Rungs end with what the user's GPU cannot shrink any more; these words say what to look at.

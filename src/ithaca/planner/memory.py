@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from ..engine.limits import IN_FLIGHT, TABLE_BYTES, loss_tile
 from .backward import backward
 from .forward import forward
-from .job import FULL, HALF, IN_FLIGHT, LOSS_TILE, TABLE_BYTES, Job, Memory
+from .job import FULL, HALF, Job, Memory
 from .sizes import Sizes
 
 
@@ -79,8 +80,7 @@ class Walk(Sizes):
         m = self.m
         self.kept = self.kept_below(m.layers)
         head = m.embedding_weights
-        limit = max(256, LOSS_TILE[not m.capped] // (self.rows * m.vocabulary))
-        tile = self.tokens if self.stack.tile is None else min(self.stack.tile, limit, self.tokens)
+        tile = min(loss_tile(self.stack.tile, self.rows, m.vocabulary, fused=not m.capped) or self.tokens, self.tokens)
         trained = 0 if self.job.lora else head
         gathered = 0
         if self.fsdp and not m.tied:

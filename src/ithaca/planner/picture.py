@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ..config.sizes import format_bytes
+from ..base.units import format_bytes
 from .chart import BAD, COLOURS, GREY, PLAIN, layout
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..config.sizes import format_bytes
+from ..base.kernels import KERNELS
+from ..base.units import format_bytes
+from ..engine.model.sizes import ModelSizes, extension
 from ..stack import Stack
 from .hardware import Hardware
 from .job import Job, Memory
-from .model import ModelSizes, extension
 from .speed import HOST_RATE, Speed
 
 CONTEXT = 1.2e9  # bytes of the CUDA context and of NCCL's buffers
@@ -110,8 +111,9 @@ class Plan:
             )
         if "disk" in hardware.assumed:
             found.append(f"{format_bytes(hardware.disk or 0)} of scratch space a machine (--disk)")
-        if hardware.gpu.probed is None and "fa4" in {job.kernel_of(layer) for layer in range(job.model.layers)}:
-            found.append("FlashAttention-4 is installed (otherwise --kernel cudnn)")
+        if hardware.gpu.probed is None:  # nobody has looked whether they are there
+            kernels = {job.kernel_of(layer) for layer in range(job.model.layers)}
+            found += [KERNELS[name].condition for name in sorted(kernels) if KERNELS[name].condition]
         if job.offload:
             found.append(f"AdamW on the host at {format_bytes(HOST_RATE)} a second a machine, all its ranks together")
         if job.processors:

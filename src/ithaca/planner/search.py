@@ -15,14 +15,14 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any
 
+from ..base.units import format_bytes, format_tokens, parse_room, parse_tokens
 from ..config.schema import LINEARS
-from ..config.sizes import format_bytes, format_tokens, parse_room, parse_tokens
+from ..engine.model.sizes import ModelSizes, read_sizes
 from ..stack import Stack, require
 from .candidates import candidates
 from .hardware import Hardware, kernels_for, parse_gpus
 from .job import HALF, OPTIMIZERS, Job
 from .memory import predict
-from .model import ModelSizes, read_sizes
 from .plan import HOST_SHARE, Plan
 from .speed import Speed, estimate
 

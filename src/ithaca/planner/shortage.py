@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..config.sizes import format_bytes
+from ..base.units import format_bytes
 from .categories import CATEGORIES
 from .plan import HOST_SHARE, Plan
 from .search import again

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 from math import lcm
 
-from ..attention.head_schedule import Stage, head_schedule
-from .job import FULL, HALF, HOLD_BYTES, OVERLAP_BYTES, PROJECTION_TILES, TABLE_BYTES, TILES_PER_PIECE, Job
+from ..engine.attention.head_schedule import Stage, head_schedule
+from ..engine.limits import HOLD_BYTES, OVERLAP_BYTES, PROJECTION_TILES, TABLE_BYTES, TILES_PER_PIECE
+from .job import FULL, HALF, Job
 from .workspace import pinned
 
 

@@ -14,20 +14,13 @@ between GPUs have not been measured at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
-from ..observe.flops import visible_pairs
+from ..base.kernels import rates_of
+from ..engine.limits import HOLD_BYTES, PROJECTION_TILES
+from .flops import visible_pairs
 from .hardware import Hardware
-from .job import FULL, HALF, HOLD_BYTES, PROJECTION_TILES, Job
+from .job import FULL, HALF, Job
 
-# (kernel, head size up to) -> share of the peak, forward and backward
-RATES = {
-    "fa4": {64: (0.554, 0.548), 256: (0.68, 0.61)},
-    "cudnn": {64: (0.45, 0.43), 256: (0.60, 0.545)},
-    "flash": {64: (0.30, 0.29), 256: (0.31, 0.33)},
-}
-RATES["cpu"] = RATES["flash"]  # stands in where CPU tensors are measured: their time is never shown
-OLDER = {64: (0.55, 0.45), 256: (0.62, 0.50)}  # flash on GPUs before Hopper, for which it was written
 MATMUL = 0.70
 # Seconds a token and layer of 2,048 wide spends in everything else, on a memory of 4.8 TB/s: in tiles, and whole.
 OTHER = {True: 0.45e-6, False: 0.25e-6}
@@ -71,7 +64,7 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     pairs = [visible_pairs(job.context, window) for window in m.windows]
     attention = 0.0
     for i, each in enumerate(pairs):
-        forward, backward = _rates(job.kernel_of(i), m.head_dim, older=gpu.kernel != "fa4")
+        forward, backward = rates_of(job.kernel_of(i), m.head_dim, older=not gpu.hopper)
         times = 2 if stack.recompute_of(i) == "layer" else 1
         attention += 4 * each * rows * m.heads * m.head_dim / ranks * (times / forward + 2.5 / backward)
     attention *= _idle(m.heads, stack.ulysses) / gpu.peak
@@ -152,12 +145,6 @@ def _links(job: Job, hardware: Hardware, tokens: float, compute: float) -> float
         sharding = (m.weights * 2 * HALF + job.trained * FULL) * (1 - 1 / job.world) / link
     exposed = 0.1 * (exchange + sharding)  # the first and the last of a layer have nothing to hide behind
     return exposed + max(0.0, exchange + sharding - compute)
-
-
-@cache
-def _rates(kernel: str, width: int, older: bool) -> tuple[float, float]:
-    table = OLDER if kernel == "flash" and older else RATES[kernel]
-    return next(rates for limit, rates in sorted(table.items()) if width <= limit)
 
 
 def _idle(heads: int, ranks: int) -> float:

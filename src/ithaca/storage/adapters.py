@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.weights import saved_name
+from ..engine.model.weights import saved_name
 from .files import CheckpointError
 
 

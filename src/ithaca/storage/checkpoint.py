@@ -35,18 +35,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from ..faults import reach
-from ..run import Run
+from ..base.faults import reach
+from ..engine.ranks import gather
+from ..engine.run import Run
 from . import rng
+from .check import verify
 from .dcp_errors import ALONE, plainly
 from .describe import describe_model, versions
-from .files import FORMAT, STATE, CheckpointError, Damaged, NotFiniteValues, NotWritten, latest, published, verify
+from .files import FORMAT, STATE, CheckpointError, Damaged, NotFiniteValues, NotWritten, latest, published
 from .fingerprint import fingerprints
 from .finite import require_finite
 from .keep import prune, remove_unfinished
 from .loading import load
 from .publish import Draft, probe, publish, start, write_json
-from .ranks import each, first, gather
+from .ranks import on_all_ranks, on_rank0
 from .shards import HostCopies
 from .state import at_rest, frozen_of, model_tensors, optimizer_state, size
 from .writer import HashingWriter
@@ -79,7 +81,7 @@ class Saving:
 
     def poll(self) -> bool:
         """Publish if every rank has written its part. -> whether the checkpoint is published"""
-        if self.path is None and all(gather(self.mesh, self.done())):
+        if self.path is None and all(gather(self.mesh.world, self.done())):
             self.wait()
         return self.path is not None
 
@@ -90,10 +92,12 @@ class Saving:
         if self._error is not None:
             raise self._error
         with self._or_give_up():
-            each(self.mesh, self._finish)
-            entries = {name: entry for rank in gather(self.mesh, self.writer.entries) for name, entry in rank.items()}
+            on_all_ranks(self.mesh.world, self._finish)
+            entries = {
+                name: entry for rank in gather(self.mesh.world, self.writer.entries) for name, entry in rank.items()
+            }
             files = {**self.entries, **entries}
-            self.path = Path(first(self.mesh, lambda: str(publish(self.draft, files))))
+            self.path = Path(on_rank0(self.mesh.world, lambda: str(publish(self.draft, files))))
         self._leave()
         return self.path
 
@@ -146,15 +150,17 @@ def save(
     mesh = run.mesh
     if mesh.world.fake:
         raise CheckpointError("a rank-of-N run has no peers that hold the other shards; there is nothing to save")
-    each(mesh, lambda: _check(run, extra, step))
+    on_all_ranks(mesh.world, lambda: _check(run, extra, step))
     tensors = model_tensors(run)
     about = None
     if optimizer is not None:
         state = optimizer_state(run, optimizer)
         tensors.update(state.tensors)
         about = state.about
-    each(mesh, lambda: require_finite({key.removeprefix("model."): value for key, value in tensors.items()}))
-    draft = first(mesh, lambda: start(Path(folder), step, size(tensors)))
+    on_all_ranks(
+        mesh.world, lambda: require_finite({key.removeprefix("model."): value for key, value in tensors.items()})
+    )
+    draft = on_rank0(mesh.world, lambda: start(Path(folder), step, size(tensors)))
     saving = Saving(run, draft, HashingWriter(draft.hidden, step))
     with saving._or_give_up():
         record = {
@@ -164,20 +170,23 @@ def save(
             "step": step,
             "seed": extra.get("seed", torch.initial_seed()),
             "extra": extra,
-            "model": {**each(mesh, lambda: describe_model(run)), "base": fingerprints(frozen_of(run), mesh)},
+            "model": {
+                **on_all_ranks(mesh.world, lambda: describe_model(run)),
+                "base": fingerprints(frozen_of(run), mesh),
+            },
             "optimizer": about,
             "world": {"size": mesh.world.size, "stack": asdict(run.stack), "device": mesh.device.type},
             "versions": versions(),
-            "rng": gather(mesh, each(mesh, lambda: rng.capture(mesh.device))),
+            "rng": gather(mesh.world, on_all_ranks(mesh.world, lambda: rng.capture(mesh.device))),
         }
-        saving.entries = first(mesh, lambda: _write_record(draft.hidden, record))
+        saving.entries = on_rank0(mesh.world, lambda: _write_record(draft.hidden, record))
         if asynchronous:
-            tensors = each(mesh, lambda: (copies or HostCopies()).of(tensors))
+            tensors = on_all_ranks(mesh.world, lambda: (copies or HostCopies()).of(tensors))
             if dist.is_initialized():
                 saving._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
-            each(mesh, lambda: saving._begin(tensors))
+            on_all_ranks(mesh.world, lambda: saving._begin(tensors))
         else:
-            each(mesh, lambda: _write(tensors, saving.writer, mesh.world.pg))
+            on_all_ranks(mesh.world, lambda: _write(tensors, saving.writer, mesh.world.pg))
     if not asynchronous:
         saving.wait()
     return saving
@@ -186,7 +195,7 @@ def save(
 def ready(folder: Path, run: Run) -> None:
     """Raise now what a save would raise later: whether rank 0 can write checkpoints here, and every rank sees them. Collective."""
     mesh, folder = run.mesh, Path(folder)
-    first(mesh, lambda: probe(folder))
+    on_rank0(mesh.world, lambda: probe(folder))
 
     def look() -> None:
         if not folder.is_dir():
@@ -195,7 +204,7 @@ def ready(folder: Path, run: Run) -> None:
                 "file system that all nodes see"
             )
 
-    each(mesh, look)
+    on_all_ranks(mesh.world, look)
 
 
 def _check(run: Run, extra: dict[str, Any], step: int) -> None:

@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ..run import Run
+from ..engine.run import Run
 
 
 def describe_model(run: Run) -> dict[str, Any]:

@@ -26,18 +26,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..floors import require_floors
-from ..mesh import Group, Mesh
-from ..model.config import check_settings, harmless
-from ..model.families import FAMILIES
-from ..model.weights import Folder, saved_name
-from ..run import Run
+from ..base.versions import require_floors
+from ..engine.mesh import Group, Mesh
+from ..engine.model.config import check_settings, harmless
+from ..engine.model.families import FAMILIES
+from ..engine.model.weights import Folder, saved_name
+from ..engine.run import Run
+from .check import verify
 from .dcp_errors import plainly
-from .files import CheckpointError, damage, gone, latest, listed, newest, read_state, verify
+from .files import CheckpointError, damage, gone, latest, listed, newest, read_state
 from .fingerprint import fingerprint
 from .finite import require_finite
 from .hf_folder import Outgoing, empty_model, write_folder
-from .ranks import each
+from .ranks import on_all_ranks
 from .safe_metadata import SafeReader, read_metadata
 from .shards import like
 from .state import at_rest, has_adapters
@@ -58,11 +59,11 @@ def export_model(
     merge_lora: of a LoRA run, the whole model with adapters added in, instead of a PEFT adapter folder.
     """
     mesh = run.mesh
-    each(mesh, lambda: at_rest(run))
+    on_all_ranks(mesh.world, lambda: at_rest(run))
     named = dict(run.model.named_parameters())
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
     adapters = has_adapters(run) and not merge_lora
-    each(mesh, lambda: require_finite({name: named[name] for name in (trained if adapters else named)}))
+    on_all_ranks(mesh.world, lambda: require_finite({name: named[name] for name in (trained if adapters else named)}))
 
     def fetch(name: str, dtype: torch.dtype) -> Tensor:
         value = named[name].detach()

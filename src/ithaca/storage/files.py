@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..fields import shown, wrong
-from ..files import kind_of, open_regular
-from ..files import read_json as read_limited
+from ..base.fields import shown, wrong
+from ..base.files import kind_of, open_regular
+from ..base.files import read_json as read_limited
 from .digest import BLOCK, Progress, digests
 from .record import MANIFEST_FIELDS, wrong_state
 
@@ -178,31 +178,6 @@ def strangers(path: Path) -> list[str]:
     """Files in a checkpoint that its manifest does not know."""
     known = {*listed(path), MANIFEST}
     return sorted(each.name for each in path.iterdir() if each.name not in known)
-
-
-def verify(path: Path, progress: Progress | None = None) -> list[str]:
-    """Everything that is wrong with a checkpoint, every byte read, and every number if those are right. Empty: good."""
-    path = Path(path)
-    problems = damage(path)
-    if problems:
-        return problems
-    try:
-        problems = changed(path, list(listed(path)), progress)
-        read_state(path)
-        strange = strangers(path)
-    except (CheckpointError, OSError) as error:
-        return [*problems, str(error)]
-    return (problems or values(path, progress)) + [f"{name} is not in the manifest" for name in strange]
-
-
-def values(path: Path, progress: Progress | None = None) -> list[str]:
-    """Which tensors of a checkpoint hold numbers that are not finite: an older ithaca may have written it."""
-    from .finite import stored_not_finite  # torch, and only here
-
-    try:
-        return stored_not_finite(path, None, progress)
-    except CheckpointError as error:
-        return [str(error)]
 
 
 # -- which one --------------------------------------------------------------------------------------------------------

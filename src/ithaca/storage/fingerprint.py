@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..mesh import Mesh
-from ..model.weights import rows_of
+from ..engine.mesh import Mesh
+from ..engine.model.weights import rows_of
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 22  # elements; the products take 8 bytes each

@@ -1,7 +1,7 @@
 """Numbers that are not finite (NaN, infinity) go nowhere: into no checkpoint, into no export, and out of no old one.
 
-Loss and gradient of a step are looked at before it changes a weight (train/step.py). But an update can fail by itself: a learning
-rate that is too large, an epsilon that is 0 in float32, 0/0 where a gradient is 0. So what goes out is looked at too:
+Loss and gradient of a step are looked at before it changes a weight (training/step.py). But an update can fail by itself: a
+learning rate that is too large, an epsilon that is 0 in float32, 0/0 where a gradient is 0. So what goes out is looked at too:
 
     save            every weight and state, where it lies, before anything is written; all ranks agree
     load, verify    every tensor in the files: an older ithaca did not look

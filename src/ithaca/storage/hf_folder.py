@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import sync
-from ..mesh import Mesh
+from ..base.files import sync
+from ..engine.mesh import Mesh
 from .adapters import adapter_state, sources
 from .files import CheckpointError
-from .ranks import each, first
+from .ranks import on_all_ranks, on_rank0
 from .safetensors_shards import Entry, Shards
 
 log = logging.getLogger("ithaca")
@@ -52,13 +52,13 @@ class Outgoing:
 
 def write_folder(outgoing: Outgoing, folder: Path, fetch: Fetch, mesh: Mesh) -> Path:
     """Collective: every rank fetches, rank 0 writes. -> folder"""
-    hidden = Path(first(mesh, lambda: str(_start(folder))))
+    hidden = Path(on_rank0(mesh.world, lambda: str(_start(folder))))
     writes = mesh.world.rank == 0
     write = _write_adapters if outgoing.adapters else _write_model
     try:
         with ExitStack() as opened:
-            each(mesh, lambda: write(outgoing, hidden, fetch, writes, opened))
-        first(mesh, lambda: _finish(outgoing, hidden, folder))
+            on_all_ranks(mesh.world, lambda: write(outgoing, hidden, fetch, writes, opened))
+        on_rank0(mesh.world, lambda: _finish(outgoing, hidden, folder))
     except BaseException:  # a signal too: nothing half written stays behind
         if writes:
             shutil.rmtree(hidden, ignore_errors=True)

@@ -8,8 +8,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ..files import remove_halves
-from .files import LATEST, RUN, changed, published, read_manifest, run_of, step_of, touched, values, why_not
+from ..base.files import remove_halves
+from .check import values
+from .files import LATEST, RUN, changed, published, read_manifest, run_of, step_of, touched, why_not
 
 log = logging.getLogger("ithaca")
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from ..faults import reach
-from ..floors import require_floors
-from ..run import Run
+from ..base.faults import reach
+from ..base.versions import require_floors
+from ..engine.run import Run
 from . import rng
 from .dcp_errors import plainly
 from .files import (
@@ -37,7 +37,7 @@ from .files import (
 from .fingerprint import fingerprints
 from .finite import stored_not_finite
 from .low_bit import crossings, narrow, parts_of, widen
-from .ranks import each, first
+from .ranks import on_all_ranks, on_rank0
 from .safe_metadata import SafeReader, read_metadata
 from .state import (
     allocate,
@@ -65,7 +65,7 @@ def load(
     """
     mesh = run.mesh
     require_floors("torch")
-    each(mesh, lambda: reach("load"))
+    on_all_ranks(mesh.world, lambda: reach("load"))
     while True:
         path = _good(Path(folder), run, check_hashes)
         log.info("loading %s", path)
@@ -79,7 +79,7 @@ def load(
 def _deleted(path: Path, asked: Path, run: Run) -> bool:
     """After a checkpoint could not be read: whether its run, which goes on, has pruned it; then there is a newer one. Gone if this
     one was asked for. Collective."""
-    missing = first(run.mesh, lambda: str(gone(path) or ""))
+    missing = on_rank0(run.mesh.world, lambda: str(gone(path) or ""))
     if missing and path == asked:
         raise Gone(missing)
     if missing and run.mesh.world.rank == 0:
@@ -91,15 +91,15 @@ def _load(path: Path, run: Run, optimizer: torch.optim.Optimizer | None) -> dict
     mesh = run.mesh
 
     def refuse_if(what: str, find: Callable[[], list[str]], fix: str) -> None:
-        each(mesh, lambda: _refuse(path, what, find(), fix))
+        on_all_ranks(mesh.world, lambda: _refuse(path, what, find(), fix))
 
     def read(tensors: dict[str, Any]) -> None:
-        each(mesh, lambda: _read(tensors, SafeReader(path, metadata), mesh.world.pg))
+        on_all_ranks(mesh.world, lambda: _read(tensors, SafeReader(path, metadata), mesh.world.pg))
 
-    files = each(mesh, lambda: listed(path))
-    record = each(mesh, lambda: read_state(path))
-    metadata = each(mesh, lambda: read_metadata(path, files))
-    each(mesh, lambda: at_rest(run))
+    files = on_all_ranks(mesh.world, lambda: listed(path))
+    record = on_all_ranks(mesh.world, lambda: read_state(path))
+    metadata = on_all_ranks(mesh.world, lambda: read_metadata(path, files))
+    on_all_ranks(mesh.world, lambda: at_rest(run))
     base = fingerprints(frozen_of(run), mesh)
     tensors = model_tensors(run)
     refuse_if("is of another model", lambda: differences(tensors, metadata, "model."), _SAME_MODEL)
@@ -131,7 +131,7 @@ def _load(path: Path, run: Run, optimizer: torch.optim.Optimizer | None) -> dict
         restore_numbers(optimizer, run, about)
     states = record["rng"]
     if len(states) == mesh.world.size:
-        each(mesh, lambda: _restore_random(path, states[mesh.world.rank], mesh.device))
+        on_all_ranks(mesh.world, lambda: _restore_random(path, states[mesh.world.rank], mesh.device))
     else:
         log.info("saved on %d ranks, resumed on %d: random states are seeded anew", len(states), mesh.world.size)
         rng.reseed(record["seed"], record["step"], mesh.world.rank)
@@ -148,7 +148,7 @@ _SAME_OPTIMIZER = "make the optimizer as it was when saved, or load without one 
 def _good(folder: Path, run: Run, check_hashes: bool) -> Path:
     """The newest checkpoint that is as it was saved. Collective: each rank reads its share."""
     mesh = run.mesh
-    candidates = [Path(each) for each in first(mesh, lambda: [str(path) for path in _candidates(folder)])]
+    candidates = [Path(each) for each in on_rank0(mesh.world, lambda: [str(path) for path in _candidates(folder)])]
     for path, older in zip(candidates, [*candidates[1:], None], strict=True):
 
         def look(path: Path = path) -> None:
@@ -158,7 +158,7 @@ def _good(folder: Path, run: Run, check_hashes: bool) -> Path:
             _refuse(path, "holds numbers that are not finite", stored_not_finite(path, names), _WITHOUT, Damaged)
 
         try:
-            each(mesh, look)
+            on_all_ranks(mesh.world, look)
             return path
         except Damaged as error:
             if _deleted(path, folder, run):

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.sizes import format_bytes
-from ..faults import reach
-from ..files import naming, sync, write_atomically
+from ..base.faults import reach
+from ..base.files import naming, sync, write_atomically
+from ..base.units import format_bytes
+from .check import verify
 from .digest import BLOCK, joined
-from .files import FORMAT, LATEST, MANIFEST, RUN, CheckpointError, NotWritten, run_of, verify
+from .files import FORMAT, LATEST, MANIFEST, RUN, CheckpointError, NotWritten, run_of
 
 log = logging.getLogger("ithaca")
 

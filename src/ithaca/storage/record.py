@@ -7,7 +7,7 @@ import binascii
 import re
 from typing import Any
 
-from ..fields import ANYTHING, COUNT, NUMBER, OBJECT, POSITIVE, TEXT, WHOLE, OrNull, Rule, Table, wrong
+from ..base.fields import ANYTHING, COUNT, NUMBER, OBJECT, POSITIVE, TEXT, WHOLE, OrNull, Rule, Table, wrong
 
 
 def _is_base64(value: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..files import naming
+from ..base.files import naming
 from .files import NotFiniteValues
 from .finite import not_finite, words
 

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..run import Run
+from ..engine.ranks import gather
+from ..engine.run import Run
 from .files import CheckpointError, NotFiniteValues
 from .low_bit import fits, is_packed, layout_of, take_apart, wide_copy
-from .ranks import each, gather
+from .ranks import on_all_ranks
 
 Tensors = dict[str, Tensor]
 
@@ -66,15 +67,17 @@ class OptimizerState:
 def optimizer_state(run: Run, optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Collective: ranks must agree on what is there, and a rank may hold no rows of a parameter."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    groups, plain, numbers = each(run.mesh, lambda: _local(optimizer, names))
-    layouts = each(run.mesh, lambda: {key: layout_of(value) for key, (value, _) in plain.items() if is_packed(value)})
+    groups, plain, numbers = on_all_ranks(run.mesh.world, lambda: _local(optimizer, names))
+    layouts = on_all_ranks(
+        run.mesh.world, lambda: {key: layout_of(value) for key, (value, _) in plain.items() if is_packed(value)}
+    )
     anywhere: dict[str, Any] = {}  # in 8 bits on some rank
-    for theirs in gather(run.mesh, layouts):
+    for theirs in gather(run.mesh.world, layouts):
         anywhere.update({key: layout or anywhere.get(key) for key, layout in theirs.items()})
     apart = set(anywhere)
     if anywhere:
         fitting = {key for key, layout in anywhere.items() if fits(plain[key][0], layout)}
-        apart = set.intersection(*gather(run.mesh, fitting))
+        apart = set.intersection(*gather(run.mesh.world, fitting))
 
     def flatten() -> Tensors:
         tensors: Tensors = {}
@@ -93,7 +96,7 @@ def optimizer_state(run: Run, optimizer: torch.optim.Optimizer) -> OptimizerStat
         return tensors
 
     about = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
-    return OptimizerState(each(run.mesh, flatten), about, {key: plain[key][0] for key in anywhere})
+    return OptimizerState(on_all_ranks(run.mesh.world, flatten), about, {key: plain[key][0] for key in anywhere})
 
 
 def _local(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ..faults import reach
+from ..base.faults import reach
 from .stream import BlockStream
 
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..batch import Batch
-from ..model.config import read_config
-from ..model.weights import cast_parameters
-from ..parallelize import prepare
+from ..engine.batch import Batch
+from ..engine.model.config import read_config
+from ..engine.model.weights import cast_parameters
+from ..engine.parallelize import prepare
 from ..stack import Stack
-from .presets import add_lora, build, folder_config, preset_config
+from .presets import add_lora, build, config_of
 from .reference import Item, Measured, Reference
 
 FLOAT32_LIMIT = 1e-5
@@ -92,12 +92,12 @@ class Session:
 
     def _config(self) -> Any:
         changes = dict(self.case.changes)
-        if Path(self.case.model).is_dir():
-            config = folder_config(Path(self.case.model), self.case.full)
-            for name, value in changes.items():
-                setattr(config, name, value)
-            return config
-        return preset_config(self.case.model, **changes)
+        if not Path(self.case.model).is_dir():
+            return config_of(self.case.model, self.case.full, **changes)
+        config = config_of(self.case.model, self.case.full)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        return config
 
     def _model(self, config: Any) -> nn.Module:
         if self.case.full and Path(self.case.model).is_dir():

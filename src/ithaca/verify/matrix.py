@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from itertools import combinations, product
 from typing import Any
 
+from ..engine.model.presets import TINY
 from ..stack import Stack
 from .case import Case
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "model": ("llama2", "llama3", "mistral", "qwen2", "qwen2_28", "qwen3", "qwen3_moe", "mixtral", "gemma3", "olmo2"),
+    "model": tuple(name.removeprefix("tiny_") for name in TINY),
     "ulysses": (1, 2, 4, 8),
     "ring": (1, 2),
     "heads_per_stage": (None, 1, 2),

@@ -14,82 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.config import read_config
-from ..model.families import FAMILIES
-
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
-_SMALL = dict(vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, max_position_embeddings=4096)
-_NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # ids beyond the small vocabulary
-_HEADS = dict(num_attention_heads=8, num_key_value_heads=4)
-
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("llama", {**_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8}),
-    "llama3": ("llama", {**_SMALL, **_HEADS, "rope_parameters": _LLAMA3_ROPE}),
-    "mistral": ("mistral", {**_SMALL, **_HEADS, "head_dim": 16, "sliding_window": 96}),
-    "qwen2": ("qwen2", {**_SMALL, "hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2}),
-    "qwen2_28": ("qwen2", {**_SMALL, "hidden_size": 224, "num_attention_heads": 28, "num_key_value_heads": 4}),
-    "qwen3": ("qwen3", {**_SMALL, **_HEADS, "head_dim": 24, "tie_word_embeddings": True}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {
-            **_SMALL,
-            **_HEADS,
-            "head_dim": 16,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "norm_topk_prob": True,
-            "output_router_logits": True,
-            "router_aux_loss_coef": 0.05,
-        },
-    ),
-    "mixtral": (
-        "mixtral",
-        {
-            **_SMALL,
-            **_HEADS,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "output_router_logits": True,
-            "router_aux_loss_coef": 0.05,
-            "sliding_window": 160,
-        },
-    ),
-    "gemma3": (
-        "gemma3_text",
-        {
-            **_SMALL,
-            **_HEADS,
-            "head_dim": 16,
-            "sliding_window": 80,
-            "query_pre_attn_scalar": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "final_logit_softcapping": 20.0,
-        },
-    ),
-    "olmo2": ("olmo2", {**_SMALL, **_HEADS}),
-}
+from ..engine.model.config import read_config
+from ..engine.model.families import FAMILIES
+from ..engine.model.presets import NO_SPECIAL, PRESETS, TINY, find_preset, preset_config
 
 
-def preset_config(name: str, **changes: Any) -> Any:
-    from transformers import AutoConfig
-
-    if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}, or pass a model folder")
-    kind, settings = PRESETS[name]
-    return AutoConfig.for_model(kind, **{**settings, **_NO_SPECIAL, **changes})
-
-
-def folder_config(folder: Path, full: bool) -> Any:
+def config_of(what: str, full: bool, **changes: Any) -> Any:
+    """Of a preset or a folder; narrowed, unless it is tiny already or the whole model is asked for."""
+    folder = Path(what)
+    if not folder.is_dir():
+        config = preset_config(what, **changes)
+        return config if full or find_preset(what) in TINY else shrink(config)
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; pass a preset ({', '.join(PRESETS)}) or a model folder")
     config = read_config(folder)
@@ -102,7 +37,7 @@ def folder_config(folder: Path, full: bool) -> Any:
 def shrink(config: Any) -> Any:
     """The same family with the same heads, windows, rotary type and norms, but narrow and two layers deep."""
     heads = config.num_attention_heads
-    changes: dict[str, Any] = {**_NO_SPECIAL, "vocab_size": 257, "intermediate_size": 96, "dtype": "float32"}
+    changes: dict[str, Any] = {**NO_SPECIAL, "vocab_size": 257, "intermediate_size": 96, "dtype": "float32"}
     changes["hidden_size"] = heads * 8
     if getattr(config, "head_dim", None):
         # a head size that is not hidden_size / heads is a quirk to keep

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..activations.loss import IGNORE
-from ..model.adapter import base_model
-from ..model.rope import rope_for
-from ..model.weights import cast_parameters
-from ..sequence import positions, shift_labels
+from ..engine.model.adapter import base_model
+from ..engine.model.rope import rope_for
+from ..engine.model.weights import cast_parameters
+from ..engine.objective.cross_entropy import IGNORE
+from ..engine.sequence import positions, shift_labels
 
 FLOAT32_ANGLE = 2.0**-24  # rounding of an angle for each token of distance: the fastest pair turns by one
 SINGLE_LIMIT = 1.5  # bf16: a single parameter's distance over the untouched model's own

@@ -1,0 +1,154 @@
+"""The data of a run: what is packed before any rank starts, and what each rank then reads.
+
+Sample i of a run is a pure function of the data and its seed (data/order.py), and step n trains on samples n·rows to (n+1)·rows.
+So the cursor of a run is its step, and a run that resumes on other ranks goes on with exactly the next sample.
+
+While a step computes, a thread reads the next one: a rank's slice of a row of millions of tokens is megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..base import faults
+from ..base.files import read_json, write_atomically
+from ..base.run_folder import RunFolder
+from ..config.schema import Config, Source
+from ..engine.batch import Batch
+from ..engine.build import model_config
+from ..engine.run import Run
+from .batch import batch_from_rows
+from .folder import Packed
+from .needles import Needles
+from .pack import pack
+from .recall import Recall
+from .report import plan_words, summary
+from .rows import Rows, Stream, open_rows
+from .source import sources_of
+from .tokenizer import check_tokenizer, load_tokenizer
+
+SYNTHETIC = {"recall": Recall, "needles": Needles}
+_OFTEN = 10.0  # seconds between lines about reading
+
+
+def packed_folder(config: Config) -> Path:
+    return Path(config.data.packed) if config.data.packed else Path(config.run.folder) / "data"
+
+
+def _from_files(sources: tuple[Source, ...]) -> list[Source]:
+    return [source for source in sources if source.synthetic is None]
+
+
+def pack_sources(config: Config, say: Callable[[str], None]) -> None:
+    """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of files and documents."""
+    files, folder, data = _from_files(config.data.sources), packed_folder(config), config.data
+    if files:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        more: dict[str, Any] = {"eos": data.eos, "special_tokens": data.special_tokens, **encoding(config)}
+        packed = pack(sources_of(files), folder, say=say, **more)
+    else:
+        packed = Packed(folder)
+    say("\n".join(summary(packed)))
+    check_files(packed, RunFolder(config.run.folder).checked, say)
+    tokenizer = data.tokenizer or config.model.folder
+    if (Path(tokenizer) / "tokenizer.json").is_file():
+        check_tokenizer(packed, load_tokenizer(tokenizer), tokenizer)
+    for rows in _rows(config, packed):
+        say("\n".join(plan_words(rows.name, data.context, rows.plan.counts, data.long_documents)))
+
+
+def check_files(packed: Packed, remembered: Path, say: Callable[[str], None]) -> None:
+    """Compare the SHA-256 of all packed files with the manifest, once: what was right is remembered with size and time."""
+    key, known = str(packed.folder.resolve()), {}
+    with suppress(OSError, ValueError):
+        known = read_json(remembered)
+    known = known if isinstance(known, dict) else {}
+    seen = known.get(key)
+    total = sum(about["bytes"] for about in packed.manifest["files"].values())
+    done, told = 0, time.monotonic()
+
+    def progress(size: int) -> None:
+        nonlocal done, told
+        done += size
+        if time.monotonic() - told > _OFTEN:
+            told = time.monotonic()
+            say(f"checking {packed.folder}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+
+    now = packed.verify(seen if isinstance(seen, dict) else None, progress)
+    if now != seen:
+        with suppress(OSError):  # then they are read again next time
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(remembered, json.dumps({**known, key: now}, indent=1) + "\n")
+
+
+def encoding(config: Config) -> dict[str, Any]:
+    """What `pack` is told of tokens: the tokenizer, or, where the model comes without one, the size of its vocabulary, with which
+    data that is tokenised already can be packed."""
+    tokenizer = config.data.tokenizer or config.model.folder
+    if config.data.tokenizer is None and not list(Path(tokenizer).glob("tokenizer*")):
+        return {"vocabulary": model_config(config.model, config.data.context).vocab_size}
+    return {"tokenizer": tokenizer}
+
+
+def _rows(config: Config, packed: Packed) -> list[Rows]:
+    data = config.data
+    return open_rows(packed, data.context, long_documents=data.long_documents, seed=data.seed)
+
+
+def open_stream(config: Config, vocabulary: int) -> Stream:
+    """All rows of a run, mixed by weight."""
+    data = config.data
+    sources, weights = [], []
+    files = _from_files(data.sources)
+    if files or data.packed:
+        rows = _rows(config, Packed(packed_folder(config)))
+        rows[0].packed.check_vocabulary(vocabulary)
+        sources += rows
+        # a packed folder that is given without its sources has nothing to weigh them by
+        weights += [source.weight for source in files] if len(files) == len(rows) else [1.0] * len(rows)
+    for source in data.sources:
+        if source.synthetic is not None:
+            sources.append(SYNTHETIC[source.synthetic](data.context, vocabulary, seed=data.seed))
+            weights.append(source.weight)
+    return Stream(sources, weights, seed=data.seed)
+
+
+class Loader:
+    """Batches of steps, one step ahead."""
+
+    def __init__(self, stream: Stream, run: Run, rows: int, accumulation: int) -> None:
+        self.stream, self.run, self.rows, self.accumulation = stream, run, rows, accumulation
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ithaca-data")
+        self._next: tuple[int, Future[list[Batch]]] | None = None
+
+    def samples(self, step: int) -> range:
+        """What the step after `step` finished ones trains on."""
+        return range(step * self.rows, (step + 1) * self.rows)
+
+    def batches(self, step: int, last: bool = False) -> list[Batch]:
+        """The micro-batches of a step. Unless it is the last, the next one is read meanwhile."""
+        if self._next is not None and self._next[0] == step:
+            found = self._next[1].result()
+        else:
+            found = self._read(step)
+        self._next = None if last else (step + 1, self._thread.submit(self._read, step + 1))
+        return found
+
+    def _read(self, step: int) -> list[Batch]:
+        faults.reach("data", step + 1)
+        samples = self.samples(step)
+        each = self.rows // self.accumulation
+        vocabulary = self.run.decoder.config.vocab_size
+        return [
+            batch_from_rows(self.stream, samples[at : at + each], self.run.mesh, self.run.stack, vocabulary)
+            for at in range(0, self.rows, each)
+        ]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

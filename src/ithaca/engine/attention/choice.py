@@ -1,0 +1,83 @@
+"""Which kernel a layer gets, decided once.
+
+Asked for by name, a backend that cannot do the job is an error; "auto" takes the first that can. Nothing falls back
+silently, and what was chosen is logged once. A plan for this machine asks here too (`kernels_here`).
+
+    python -m ithaca.engine.attention.choice 128 whole windowed     # in a process of its own, where the GPU is to be left to others
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from .backends import BACKENDS
+from .kernel import Kernel
+
+log = logging.getLogger("ithaca")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a layer asks of a kernel."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    windowed: bool = False
+
+
+@dataclass
+class Kernels:
+    """The backends of one run, made once, with the answers already given."""
+
+    name: str  # "auto" or a backend's name
+    chosen: dict[Need, Kernel] = field(default_factory=dict)
+    made: dict[str, Kernel] = field(default_factory=dict)
+
+    def resolve(self, need: Need) -> Kernel:
+        if need not in self.chosen:
+            self.chosen[need] = self._resolve(need)
+            windows = " with a sliding window" if need.windowed else ""
+            log.info("attention kernel%s: %s (asked for: %s)", windows, self.chosen[need].name, self.name)
+        return self.chosen[need]
+
+    def _resolve(self, need: Need) -> Kernel:
+        names = list(BACKENDS) if self.name == "auto" else [self.name]
+        reasons = []
+        for name in names:
+            kernel = self.made.setdefault(name, BACKENDS[name]())
+            reason = kernel.problem(need.device, need.dtype, need.head_dim, need.windowed)
+            if reason is None:
+                return kernel
+            reasons.append(f"{name}: {reason}")
+        what = f"head_dim={need.head_dim}, {str(need.dtype).removeprefix('torch.')}, {need.device.type}"
+        what += ", sliding window" if need.windowed else ""
+        remedy = (
+            "use attention='auto'"
+            if self.name != "auto"
+            else "see the reasons; bf16 on an NVIDIA GPU of Ampere or later works"
+        )
+        raise ValueError(f"no attention kernel for {what}; {'; '.join(reasons)}; remedy: {remedy}")
+
+
+def kernels_here(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, kinds: Collection[bool] = (False,)
+) -> tuple[str, str]:
+    """What a run on this machine attends with, in layers that see everything and in those with a window. The same choice as
+    `prepare` makes, so asking loads and tries the kernels. kinds: of the model's layers, whether they have a window."""
+    kernels = Kernels(name)
+    whole, windowed = (
+        kernels._resolve(Need(device, dtype, head_dim, kind)).name if kind in kinds else "" for kind in (False, True)
+    )
+    return whole, windowed
+
+
+if __name__ == "__main__":
+    head_dim, *kinds = sys.argv[1:]
+    windowed = [kind == "windowed" for kind in kinds]
+    print(*kernels_here("auto", torch.device("cuda", 0), torch.bfloat16, int(head_dim), windowed), sep=",")

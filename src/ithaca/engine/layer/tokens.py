@@ -1,0 +1,220 @@
+"""The per-token work of a layer, a tile at a time, for both engines.
+
+Two halves: heads are projected from the normed input before attention (`TokenSource`), and o_proj, norms, MLP and residuals
+follow it (`after_forward`, `after_backward`). Where a tile of the input comes from is the engine's business (`Inputs`): a slice
+of a tensor on the device, or a piece read from the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..model.norm import apply_norm
+from ..model.projection import Bound, project
+from ..tiling import Gradients, differentiate, tiles
+from .call import LayerCall
+from .heads import to_heads_first
+
+
+class Inputs(Protocol):
+    """The layer input, a tile at a time."""
+
+    def each(self) -> Iterator[tuple[slice, Tensor]]: ...
+
+
+class WholeInputs:
+    """A layer input that lies whole on the device."""
+
+    def __init__(self, x: Tensor, tile: int | None) -> None:
+        self.x, self.tile = x, tile
+
+    def each(self) -> Iterator[tuple[slice, Tensor]]:
+        for tile in tiles(self.x.shape[1], self.tile):
+            yield tile, self.x[:, tile]
+
+
+def leaf(t: Tensor, learn: bool) -> Tensor:
+    return t.detach().requires_grad_(learn)
+
+
+def after(call: LayerCall, tile: slice, inputs: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Everything behind attention for one tile. -> y, (router probability sums, assignment counts) if asked for"""
+    value, logits = call.layer.after(*inputs)
+    return value, _count_routing(call, logits, tile)
+
+
+def after_backward(
+    call: LayerCall,
+    tile: slice,
+    x: Tensor,
+    attended: Tensor,
+    dy: Tensor,
+    routing: Tensor | None,
+    gradients: Gradients,
+    graph,
+) -> tuple[Tensor, Tensor]:
+    """dx (through the residual) and dattended of one tile; parameter gradients go to `gradients`."""
+    parameters = call.layer.after_parameters()
+    if graph is None:
+        with torch.enable_grad():
+            inputs = [leaf(t, True) for t in (x, attended)]
+            value, counted = after(call, tile, inputs)
+    else:
+        inputs, value, counted = graph
+    outputs, grads = [value], [dy]
+    if counted is not None and routing is not None:
+        outputs.append(counted[0])
+        grads.append(routing)
+    found = differentiate(outputs, grads, [*inputs, *parameters])
+    gradients.add(parameters, found[2:])
+    assert found[0] is not None and found[1] is not None
+    return found[0], found[1]
+
+
+def add_routing(sums: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(each).sum(0) for each in zip(*sums, strict=True))
+
+
+def _count_routing(call: LayerCall, logits: Tensor | None, tile: slice) -> tuple[Tensor, Tensor] | None:
+    """Sums over the real tokens of a tile: router probability and top-k assignments per expert."""
+    if not call.count_routing:
+        return None
+    router = call.layer.router
+    assert router is not None and logits is not None
+    probability = torch.softmax(logits.float() if logits.dtype != torch.float64 else logits, -1)
+    chosen = probability.detach().topk(router.top_k, -1).indices
+    weight = torch.ones_like(probability[:, 0]) if call.valid is None else call.valid[:, tile].flatten().to(probability)
+    counts = torch.zeros_like(probability[0].detach())
+    counts.index_add_(0, chosen.flatten(), weight.repeat_interleave(router.top_k))
+    return (probability * weight[:, None]).sum(0), counts
+
+
+class TokenSource:
+    """Projects heads from a layer input, tile by tile, and takes their gradients (part of attention.stages.Source)."""
+
+    def __init__(self, call: LayerCall, inputs: Inputs, keep_graph: bool = False) -> None:
+        self.call, self.inputs, self.keep_graph = call, inputs, keep_graph
+        self.gradients = Gradients()
+        self.dh: Tensor | None = None
+        self.graph: tuple[Tensor, dict[str, Bound], dict[str, Tensor]] | None = None
+        self.norm_graph: tuple[Tensor, Tensor] | None = None
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x if self.call.layer.before is None else apply_norm(self.call.layer.before, x)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """The input of the projections, without a graph: its own derivative is taken once, in `finish`."""
+        if self.keep_graph:
+            if self.norm_graph is None:
+                with torch.enable_grad():
+                    start = leaf(x, True)
+                    self.norm_graph = (start, self._norm(start))
+            return self.norm_graph[1].detach()
+        with torch.no_grad():
+            return self._norm(x)
+
+    def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
+        rope = self.call.positions.cos_sin(tile)
+        return {name: project(bound, h, None if name == "v" else rope) for name, bound in bounds.items()}
+
+    def _bind(self, heads: dict[str, list[int]]) -> dict[str, Bound]:
+        return {name: self.call.layer.projector.bind(name, _unique(each)) for name, each in heads.items()}
+
+    def project(self, stage: int, heads: dict[str, list[int]], into: dict[str, Tensor]) -> None:
+        bounds = self._bind(heads)
+        for tile, x in self.inputs.each():
+            with torch.set_grad_enabled(self.keep_graph):
+                h = leaf(self._normed(x), self.keep_graph)
+                values = self._project(bounds, h, tile)
+            if self.keep_graph:
+                self.graph = (h, bounds, values)
+            for name, value in values.items():
+                to_heads_first(value.detach(), _places(heads[name]), into[name][:, :, tile])
+
+    def receive(self, stage: int, heads: dict[str, list[int]], grads: dict[str, Tensor]) -> None:
+        bounds = self.graph[1] if self.graph else self._bind(heads)
+        merged = {name: _merge(grads[name], each) for name, each in heads.items()}
+        leaves = [each for name in heads for each in bounds[name].leaves]
+        totals: list[Tensor | None] = []
+        for tile, x in self.inputs.each():
+            if self.graph is not None:
+                h, _, values = self.graph
+            else:
+                with torch.enable_grad():
+                    h = leaf(self._normed(x), True)
+                    values = self._project(bounds, h, tile)
+            outputs = [values[name] for name in heads]
+            dvalues = [merged[name][:, :, tile].permute(1, 2, 0, 3) for name in heads]
+            found = differentiate(outputs, dvalues, [h, *(each.value for each in leaves)])
+            assert found[0] is not None
+            self.add_dh(tile, found[0])
+            totals = _add_each(totals, found[1:])
+            del found  # or these gradients would live on beside the next tile's
+        self.graph = None
+        self.gradients.add_leaves(leaves, totals)
+
+    def park(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: sums
+
+    def add_dh(self, tile: slice, grad: Tensor) -> None:
+        if self.dh is None:
+            # every stage adds to this one: in fp32, or the sum would lose what the parts had
+            rows, _, width = grad.shape
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            self.dh = torch.zeros(rows, self.call.attention.shape.tokens, width, dtype=wide, device=grad.device)
+        self.dh[:, tile] += grad
+
+    def finish(self, dx: Tensor) -> None:
+        """Add the derivative through the norm before attention to dx, in place."""
+        assert self.dh is not None
+        norm = self.call.layer.before
+        if norm is None:
+            dx += self.dh
+            return
+        parameters = [p for p in norm.parameters() if p.requires_grad]
+        for tile, x in self.inputs.each():
+            if self.norm_graph is not None:
+                start, value = self.norm_graph
+            else:
+                with torch.enable_grad():
+                    start = leaf(x, True)
+                    value = self._norm(start)
+            found = differentiate([value], [self.dh[:, tile].to(value.dtype)], [start, *parameters])
+            dx[:, tile] += found[0]  # pyright: ignore[reportOperatorIssue]
+            self.gradients.add(parameters, found[1:])
+
+
+def _unique(heads: list[int]) -> list[int]:
+    return sorted(set(heads))
+
+
+def _places(heads: list[int]) -> list[int]:
+    """Where each head lies among the projected ones; a head several ranks need is projected once."""
+    at = {head: i for i, head in enumerate(_unique(heads))}
+    return [at[head] for head in heads]
+
+
+def _merge(grads: Tensor, heads: list[int]) -> Tensor:
+    """Gradients [heads, B, s, D] with repeated heads -> one each, summed in fp32, in ascending order."""
+    unique = _unique(heads)
+    if heads == unique:
+        return grads
+    at = torch.tensor([unique.index(head) for head in heads], device=grads.device)
+    wide = grads.new_zeros(len(unique), *grads.shape[1:], dtype=torch.promote_types(grads.dtype, torch.float32))
+    return wide.index_add_(0, at, grads.to(wide.dtype)).to(grads.dtype)
+
+
+def _add_each(totals: list[Tensor | None], parts: Any) -> list[Tensor | None]:
+    """Weight gradients of one stage, tile by tile, in fp32."""
+    if not totals:
+        return list(parts)
+    for i, part in enumerate(parts):
+        if part is not None:
+            total = totals[i]
+            assert total is not None
+            totals[i] = total.to(torch.promote_types(total.dtype, torch.float32)).add_(part)
+    return totals

@@ -1,0 +1,139 @@
+"""Who talks to whom: the process groups of a run, held as fields.
+
+The world is laid out as replicate × shard × ring × ulysses, Ulysses innermost so that its all-to-alls stay inside a node.
+A sequence is shared by the ring × ulysses ranks; a batch row by one (replicate, shard) pair. Parameters shard over
+shard × ring × ulysses, all ranks of a replica, whatever part of a sequence they hold.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..stack import Stack, require
+
+
+@dataclass(frozen=True)
+class Group:
+    """One axis as seen from this rank. `pg` is None for an axis of size 1, where nothing is ever sent."""
+
+    size: int
+    rank: int
+    pg: dist.ProcessGroup | None
+
+    @property
+    def fake(self) -> bool:
+        """Rank 0 of N on torch's fake process group: the others are not there."""
+        return self.pg is not None and dist.get_backend(self.pg) == "fake"
+
+    @property
+    def peerless(self) -> bool:
+        """Nobody is there to talk to."""
+        return self.pg is None or self.fake
+
+
+@dataclass(frozen=True)
+class Mesh:
+    device: torch.device
+    world: Group
+    ulysses: Group
+    ring: Group
+    data: Group  # replicas and data-parallel shards together: who holds which batch rows
+    parameters: DeviceMesh | None  # what FSDP2 shards (and replicates) over; None: parameters stay whole
+    offload: bool = False  # shards, their gradients and optimizer states wait in host memory
+
+    @property
+    def home(self) -> torch.device:
+        """Where shards of parameters live."""
+        return torch.device("cpu") if self.offload else self.device
+
+
+def build_mesh(stack: Stack, device: torch.device, offload: bool = False) -> Mesh:
+    """Lay the world out for `stack`. Without a process group the world is this one process."""
+    if offload and (device.type != "cuda" or not stack.shard_parameters):
+        why = (
+            "there is no GPU to offload from"
+            if device.type != "cuda"
+            else "shard_parameters=False keeps them whole there"
+        )
+        raise ValueError(f"offload_parameters=True moves parameters from the GPU to the host, but {why}; switch it off")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"a launcher started {started} processes (WORLD_SIZE), but they do not know each other yet, so each would train "
+            "by itself; call torch.distributed.init_process_group() before prepare"
+        )
+    require(stack.violations(world), "this stack cannot run")
+    if world > 1 or stack.shard_parameters:
+        _ensure_process_group(device)
+    if not dist.is_initialized():
+        alone = Group(1, 0, None)
+        return Mesh(device, alone, alone, alone, alone, None)
+    shard = world // (stack.replicate * stack.context_ranks)
+    mesh = init_device_mesh(
+        device.type,
+        (stack.replicate, shard, stack.ring, stack.ulysses),
+        mesh_dim_names=("replicate", "shard", "ring", "ulysses"),
+    )
+    data_rank = mesh.get_local_rank("replicate") * shard + mesh.get_local_rank("shard")
+    data = Group(stack.replicate * shard, data_rank, None)
+    return Mesh(
+        device=device,
+        world=Group(world, dist.get_rank(), dist.group.WORLD if world > 1 else None),
+        ulysses=_axis(mesh, "ulysses"),
+        ring=_axis(mesh, "ring"),
+        data=data,
+        parameters=_parameter_mesh(mesh, stack),
+        offload=offload,
+    )
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Group:
+    size = mesh[name].size()
+    return Group(size, mesh.get_local_rank(name), mesh.get_group(name) if size > 1 else None)
+
+
+def _parameter_mesh(mesh: DeviceMesh, stack: Stack) -> DeviceMesh | None:
+    if not stack.shard_parameters:
+        if mesh.size() == 1:
+            return None
+        # Whole parameters on every rank: a mesh of replicas with one shard each, so that FSDP2 only sums gradients.
+        flat = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("copy", "whole"))
+        return flat
+    shards = mesh["shard", "ring", "ulysses"]._flatten("parameters")
+    if stack.replicate == 1:
+        return shards
+    return init_device_mesh(
+        mesh.device_type, (stack.replicate, shards.size()), mesh_dim_names=("copy", "parameters_of_copy")
+    )
+
+
+def _ensure_process_group(device: torch.device) -> None:
+    """FSDP2 needs a process group even for one process; make a private one that opens no port."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with _on_loopback():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """gloo listens even where there is nobody to talk to, and does so on the network that the host's name leads to."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

@@ -1,0 +1,221 @@
+"""Whose model it is: finds the parts of a Hugging Face decoder that techniques work on, and refuses what it does not know.
+
+`read_model` returns a `Decoder`: embedding, layers, final norm, head, and for each layer its two per-token halves, its head
+projector, its window and its rotary settings. The modules stay where they are; the state dict keeps its Hugging Face names.
+PEFT models are looked through to the model inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...stack import require
+from .families import FAMILIES, Family, config_violations
+from .guard import model_violations
+from .norm import apply_norm
+from .projection import Projector, adapter_violation, linear_violation
+from .rope import Rope, check_against, rope_for
+
+
+@dataclass
+class Router:
+    """Catches the router logits of one layer while its MLP runs, for the balance loss."""
+
+    module: nn.Module
+    experts: int
+    top_k: int
+
+    def watch(self, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        caught: list[Tensor] = []
+        hook = self.module.register_forward_hook(lambda module, inputs, output: caught.append(output[0]))
+        try:
+            result = run()
+        finally:
+            hook.remove()
+        return result, torch.cat(caught)
+
+
+@dataclass
+class Layer:
+    """One decoder layer: where its parts are, and the per-token functions around attention."""
+
+    index: int
+    module: nn.Module
+    family: Family
+    projector: Projector
+    scale: float
+    window: int | None
+    rope_type: str | None
+    router: Router | None
+
+    def _part(self, name: str | None) -> nn.Module | None:
+        return getattr(self.module, name) if name else None
+
+    @property
+    def before(self) -> nn.Module | None:
+        return self._part(self.family.before_attention)
+
+    def after_parameters(self) -> list[Tensor]:
+        """Trainable parameters of `after`."""
+        parts = [self._part(n) for n in (self.family.after_attention, self.family.before_mlp, self.family.after_mlp)]
+        module: Any = self.module
+        modules = [module.self_attn.o_proj, module.mlp, *parts]
+        return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
+
+    def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits."""
+        module: Any = self.module
+        update = module.self_attn.o_proj(attended)
+        if self.family.after_attention:
+            update = apply_norm(self._part(self.family.after_attention), update)  # pyright: ignore
+        x = x + update
+        inner = apply_norm(self._part(self.family.before_mlp), x) if self.family.before_mlp else x  # pyright: ignore
+        logits = None
+        if self.router is None:
+            update = module.mlp(inner)
+        else:
+            update, logits = self.router.watch(lambda: module.mlp(inner))
+        if self.family.after_mlp:
+            update = apply_norm(self._part(self.family.after_mlp), update)  # pyright: ignore
+        return x + update, logits
+
+
+@dataclass
+class Decoder:
+    """The parts of a model, in the order data meets them."""
+
+    model: nn.Module  # the Hugging Face model with the head, without PEFT around it
+    config: Any
+    family: Family
+    embedding: nn.Module
+    layers: list[Layer]
+    norm: nn.Module
+    head: nn.Module
+    tied: bool
+    logit_cap: float | None
+    router_weight: float  # coefficient of the balance loss; 0 = not part of the loss
+
+    @property
+    def base(self) -> nn.Module:
+        """What is below the head."""
+        return self.model.model  # pyright: ignore[reportReturnType]
+
+    def rope(self, layer_type: str | None, length: int) -> Rope:
+        return rope_for(self.config, layer_type, length)
+
+
+def base_model(model: Any) -> nn.Module:
+    """The Hugging Face model inside of PEFT's wrapper. Where adapters were put into the model itself (`model.add_adapter`,
+    `inject_adapter_in_model`) there is no wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def read_model(model: nn.Module) -> Decoder:
+    inner: Any = base_model(model)
+    config: Any = getattr(inner, "config", None)
+    kind = getattr(config, "model_type", None)
+    family = FAMILIES.get(kind or "")
+    if hasattr(inner, "_forward_before_ithaca"):
+        raise ValueError("this model was prepared before; use the run that prepare returned, or build the model again")
+    if isinstance(inner, FSDPModule):
+        raise ValueError(
+            f"{type(inner).__name__} is sharded already; pass the model before fully_shard, prepare does it"
+        )
+    known_class = family is not None and type(inner).__name__ == family.model_class
+    if family is None or not known_class or not type(inner).__module__.startswith("transformers.models."):
+        known = ", ".join(sorted(f.model_class for f in FAMILIES.values()))
+        name = f"{type(inner).__name__} (model_type {kind!r})"
+        raise ValueError(
+            f"{name} is not a model ithaca has been proven exact for, so it is refused rather than guessed at. "
+            f"Supported: {known}, plain or with PEFT LoRA adapters. A new family is one row in ithaca/engine/model/families.py."
+        )
+    base = inner.model
+    problems = _structure_violations(base, family) or model_violations(model, inner, family)
+    problems += config_violations(config) + _adapter_violations(model, inner)
+    if inner.is_gradient_checkpointing:
+        problems.append(
+            "gradient checkpointing is on, and would run the recompute of the stack twice; call "
+            "model.gradient_checkpointing_disable() and choose with Stack(recompute=...)"
+        )
+    require(problems, f"{type(inner).__name__} cannot be prepared")
+    layers = [_layer(i, module, base, config, family) for i, module in enumerate(base.layers)]
+    _check_rope(base, config, layers)
+    return Decoder(
+        model=inner,
+        config=config,
+        family=family,
+        embedding=base.embed_tokens,
+        layers=layers,
+        norm=base.norm,
+        head=inner.lm_head,
+        tied=getattr(inner.lm_head, "base_layer", inner.lm_head).weight is base.embed_tokens.weight,
+        logit_cap=getattr(config, "final_logit_softcapping", None) if family.logit_cap else None,
+        router_weight=float(config.router_aux_loss_coef) if family.experts and config.output_router_logits else 0.0,
+    )
+
+
+def _layer(index: int, module: Any, base: Any, config: Any, family: Family) -> Layer:
+    attention = module.self_attn
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    projector = Projector(attention, heads, kv_heads, attention.head_dim, family.qk_norm)
+    router = None
+    if family.experts and hasattr(module.mlp, "gate") and hasattr(module.mlp, "experts"):
+        router = Router(module.mlp.gate, module.mlp.gate.num_experts, config.num_experts_per_tok)
+    rope_type = config.layer_types[index] if family.rope_by_layer else None
+    window = family.window_of(attention, config)
+    return Layer(index, module, family, projector, float(attention.scaling), window, rope_type, router)
+
+
+def _structure_violations(base: Any, family: Family) -> list[str]:
+    """Parts a layer has and the table does not know, or the other way round."""
+    found = []
+    for index, layer in enumerate(base.layers):
+        for module, expected in ((layer, family.layer_parts), (layer.self_attn, family.attention_parts)):
+            parts = {name for name, _ in module.named_children()}
+            if parts != expected:
+                odd = sorted(parts ^ expected)
+                name = type(module).__name__
+                found.append(f"{name} of layer {index} differs from the known structure in {', '.join(odd)}")
+                return found  # one layer tells enough
+            direct = [name for name, _ in module.named_parameters(recurse=False)]
+            if direct:
+                found.append(f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct)}")
+                return found
+    return found
+
+
+def _adapter_violations(model: Any, inner: Any) -> list[str]:
+    found = []
+    for config in getattr(model, "peft_config", {}).values():
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+            found.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
+    for name, module in inner.named_modules():
+        if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "base_layer"):
+            problem = adapter_violation(module, name)
+            if problem:
+                found.append(problem)
+    for index, layer in enumerate(inner.model.layers):
+        for part in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(layer.self_attn, part, None)
+            problem = linear and linear_violation(linear, f"model.layers.{index}.self_attn.{part}")
+            if problem and problem not in found:
+                found.append(problem)
+    problem = linear_violation(inner.lm_head, "lm_head")
+    if problem and problem not in found:
+        found.append(problem)
+    if type(inner.model.embed_tokens).__module__.startswith("peft"):
+        kind = type(inner.model.embed_tokens).__name__
+        found.append(f"embed_tokens is wrapped by PEFT ({kind}); leave it out of target_modules and modules_to_save")
+    return found
+
+
+def _check_rope(base: Any, config: Any, layers: list[Layer]) -> None:
+    for layer_type in {layer.rope_type for layer in layers}:
+        # a model on the meta device has no numbers to compare with; they are compared once it is built
+        check_against(base.rotary_emb, rope_for(config, layer_type, 1), layer_type)

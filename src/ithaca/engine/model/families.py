@@ -1,0 +1,114 @@
+"""The table of model families, with the quirks of each.
+
+A row says where a family keeps its parts and in which order a layer applies them. Everything else (activation, biases,
+experts, norms) is the family's own Hugging Face module, called as it is. A decoder layer is
+
+    h = norm_before_attention(x);  a = o_proj(attention(h));  x = x + norm_after_attention(a)
+    m = mlp(norm_before_mlp(x));   x = x + norm_after_mlp(m)
+
+with any of the norms absent. A model whose class is not in the table, or whose layers have parts the row does not name, is
+refused: an unknown part may be an unknown quirk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    model_class: str
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    qk_norm: str | None = None  # "head": each head by itself; "whole": all heads of a token together
+    window: str = "none"  # where the sliding window stands: "none", "config" (all layers), "layer" (attention module)
+    rope_by_layer: bool = False  # rotary settings differ by config.layer_types
+    wide_rope: bool = False  # q and k are rotated in float32 and rounded afterwards
+    logit_cap: bool = False  # config.final_logit_softcapping is obeyed
+    plain_norms: bool = True  # weight · x / rms(x), the mean square in float32: torch has one kernel for it
+    experts: bool = False  # some layers have a router, whose balance loss belongs to the loss
+
+    @property
+    def name(self) -> str:
+        """What its classes begin with."""
+        return self.model_class.removesuffix("ForCausalLM")
+
+    @property
+    def layer_parts(self) -> set[str]:
+        norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return {"self_attn", "mlp"} | {name for name in norms if name}
+
+    @property
+    def attention_parts(self) -> set[str]:
+        return {"q_proj", "k_proj", "v_proj", "o_proj"} | ({"q_norm", "k_norm"} if self.qk_norm else set())
+
+    def window_of(self, attention: Any, config: Any) -> int | None:
+        if self.window == "none":
+            return None
+        if self.window == "config":
+            return getattr(config, "sliding_window", None)
+        return getattr(attention, "sliding_window", None)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", window="config"),
+    "qwen2": Family("Qwen2ForCausalLM", window="layer"),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", window="layer"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", window="config", experts=True),
+    "mixtral": Family("MixtralForCausalLM", window="config", experts=True),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+        qk_norm="head",
+        window="layer",
+        rope_by_layer=True,
+        logit_cap=True,
+        plain_norms=False,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        before_attention=None,
+        after_attention="post_attention_layernorm",
+        before_mlp=None,
+        after_mlp="post_feedforward_layernorm",
+        qk_norm="whole",
+        wide_rope=True,
+    ),
+}
+
+
+def config_violations(config: Any) -> list[str]:
+    """Settings of a config that no exact path exists for, each with its remedy."""
+    found = []
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+        if getattr(config, name, 0.0):
+            found.append(f"config.{name}={getattr(config, name)} makes results random; set it to 0.0")
+    if getattr(config, "attn_logit_softcapping", None):
+        found.append(
+            f"config.attn_logit_softcapping={config.attn_logit_softcapping} changes the attention scores inside the "
+            "kernel, and no kernel here can; set it to None if the checkpoint was trained without it"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        found.append("config.use_bidirectional_attention is set, but only causal attention is supported; unset it")
+    if not getattr(config, "is_causal", True):
+        found.append(
+            "config.is_causal=False makes attention see the future, but only causal attention is supported; unset it"
+        )
+    if getattr(config, "router_jitter_noise", 0.0):
+        found.append(f"config.router_jitter_noise={config.router_jitter_noise} makes routing random; set it to 0.0")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            found.append(f"config.{name}=True would keep tensors that are never whole here; set it to False")
+    if getattr(config, "quantization_config", None):
+        found.append(
+            "the model is quantised, and quantised weights have no exact path here; load it in bf16 or float32"
+        )
+    if getattr(config, "pretraining_tp", 1) not in (None, 1):
+        found.append(f"config.pretraining_tp={config.pretraining_tp} splits projections differently; set it to 1")
+    return found

@@ -1,0 +1,108 @@
+"""Models by name: their configs, without weights. One table for `plan`, `train` (with random weights) and `verify` (narrowed).
+
+The real ones are what people train. The tiny ones have the quirks of the big ones and are a few thousand weights: exactness does
+not depend on width, so a proof may use a narrow model; it does depend on heads, KV heads, windows, norms, biases, rotary
+scaling and experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA3 = dict(
+    model_type="llama",
+    vocab_size=128256,
+    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    max_position_embeddings=131072,
+)
+_QWEN3 = dict(model_type="qwen3", vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40960)
+_REAL: dict[str, dict[str, Any]] = {
+    "llama3_8b": dict(
+        _LLAMA3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192,
+    ),
+    "llama31_8b": dict(
+        _LLAMA3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "llama31_70b": dict(
+        _LLAMA3, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "llama32_1b": dict(
+        _LLAMA3, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    ),
+    "llama32_3b": dict(
+        _LLAMA3, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+    "qwen3_4b": dict(
+        _QWEN3, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_8b": dict(_QWEN3, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32),
+    "qwen3_14b": dict(_QWEN3, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
+    "qwen3_32b": dict(_QWEN3, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
+    "mistral_7b": dict(
+        model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32768, sliding_window=None, max_position_embeddings=32768,
+    ),
+}  # fmt: skip
+
+NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # ids beyond the small vocabulary
+_SMALL = dict(
+    NO_SPECIAL, vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=4096,
+)  # fmt: skip
+_LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=256,
+)  # fmt: skip
+_ROUTER = dict(num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.05)
+TINY: dict[str, dict[str, Any]] = {
+    "tiny_llama2": dict(_SMALL, model_type="llama", num_key_value_heads=8),
+    "tiny_llama3": dict(_SMALL, model_type="llama", rope_parameters=_LLAMA3_ROPE),
+    "tiny_mistral": dict(_SMALL, model_type="mistral", head_dim=16, sliding_window=96),
+    "tiny_qwen2": dict(_SMALL, model_type="qwen2", hidden_size=112, num_attention_heads=14, num_key_value_heads=2),
+    "tiny_qwen2_28": dict(_SMALL, model_type="qwen2", hidden_size=224, num_attention_heads=28),
+    "tiny_qwen3": dict(_SMALL, model_type="qwen3", head_dim=24, tie_word_embeddings=True),
+    "tiny_qwen3_moe": dict(
+        _SMALL, **_ROUTER, model_type="qwen3_moe", head_dim=16, num_experts=6, moe_intermediate_size=32,
+        num_hidden_layers=3, mlp_only_layers=[1], norm_topk_prob=True,
+    ),
+    "tiny_mixtral": dict(_SMALL, **_ROUTER, model_type="mixtral", num_local_experts=4, sliding_window=160),
+    "tiny_gemma3": dict(
+        _SMALL, model_type="gemma3_text", head_dim=16, sliding_window=80, query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=20.0,
+    ),
+    "tiny_olmo2": dict(_SMALL, model_type="olmo2"),
+}  # fmt: skip
+PRESETS: dict[str, dict[str, Any]] = {
+    **_REAL,
+    **TINY,
+    # learns the recall task in two minutes on two CPU cores: wide initial weights, so that attention differs from the mean at
+    # once, and slow rotations, so that content meets over thousands of tokens
+    "tiny_llama": dict(
+        model_type="llama", vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    ),
+}  # fmt: skip
+
+
+def find_preset(name: str) -> str | None:
+    """The preset that is meant, for a proof: a tiny one may be called by its family alone (llama3, gemma3)."""
+    return name if name in PRESETS else f"tiny_{name}" if f"tiny_{name}" in PRESETS else None
+
+
+def preset_config(name: str, **changes: Any) -> Any:
+    """As a config of Hugging Face."""
+    from transformers import AutoConfig
+
+    preset = find_preset(name)
+    if preset is None:
+        raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}, or pass a model folder")
+    settings = {**PRESETS[preset], **changes}
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)

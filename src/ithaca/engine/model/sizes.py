@@ -1,0 +1,219 @@
+"""The sizes of a model: what a plan needs of its config, without torch or transformers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .config import read_settings
+from .families import FAMILIES, Family
+from .presets import PRESETS
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A decoder in numbers."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    windows: tuple[int | None, ...]  # one a layer
+    bias: int = 0  # elements of biases in a layer
+    experts: int = 0  # 0 = a dense MLP
+    active_experts: int = 0
+    dense: tuple[int, ...] = ()  # layers of a mixture that have a plain MLP
+    dense_intermediate: int = 0
+    longest: int | None = None  # positions the model was made for
+    capped: bool = False  # the final logits have a soft cap, which the fused loss does not know
+
+    @property
+    def traits(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def mlp_weights(self) -> int:
+        each = 3 * self.hidden * self.intermediate
+        return each if not self.experts else each * self.experts + self.hidden * self.experts
+
+    @property
+    def norms(self) -> int:
+        """Of whole vectors, in a layer."""
+        t = self.traits
+        return sum(name is not None for name in (t.before_attention, t.after_attention, t.before_mlp, t.after_mlp))
+
+    @property
+    def fused_norms(self) -> bool:
+        """Whether torch's fused RMSNorm computes them; others keep what they have in fp32."""
+        return self.traits.plain_norms
+
+    @property
+    def norm_weights(self) -> int:
+        own = self.norms * self.hidden
+        if self.traits.qk_norm == "head":
+            own += 2 * self.head_dim
+        elif self.traits.qk_norm == "whole":
+            own += (self.heads + self.kv_heads) * self.head_dim
+        return own
+
+    @property
+    def layer_weights(self) -> int:
+        return self.attention_weights + self.mlp_weights + self.norm_weights + self.bias
+
+    @property
+    def embedding_weights(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the linears of a layer, and of the head."""
+        hidden, wide, q, kv = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
+            "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
+            "lm_head": (self.vocabulary, hidden),
+        }  # fmt: skip
+
+    @property
+    def layer_tensors(self) -> list[tuple[int, int]]:
+        """Rows and columns of the parameters of a layer; norms and biases as one."""
+        linears = {name: shape for name, shape in self.linears.items() if name != "lm_head"}
+        if self.experts:  # gate and up of all experts are one tensor, and down is another
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                del linears[name]
+            wide = self.experts * self.intermediate
+            return [*linears.values(), (2 * wide, self.hidden), (wide, self.hidden), (self.norm_weights + self.bias, 1)]
+        return [*linears.values(), (self.norm_weights + self.bias, 1)]
+
+    def named(self, targets: tuple[str, ...]) -> list[str]:
+        """The linears that PEFT gives an adapter: those whose name is a target or ends with one. A target that names single
+        layers counts for all of them."""
+        where = {
+            name: f".model.layers.*.{'mlp' if name in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'}.{name}"
+            for name in self.linears
+        }
+        where["lm_head"] = ".lm_head"
+        hits = {
+            target: [
+                name
+                for name, full in where.items()
+                if full.endswith("." + re.sub(r"layers\.\d+\.", "layers.*.", target))
+            ]
+            for target in targets
+        }
+        if unknown := [target for target, names in hits.items() if not names]:
+            raise ValueError(
+                f"{self.name} has no linear layer called {', '.join(unknown)} for an adapter; lora targets are among "
+                f"{', '.join(self.linears)}"
+            )
+        return [name for name in self.linears if any(name in names for names in hits.values())]
+
+    @property
+    def weights(self) -> int:
+        fewer = len(self.dense) * (self.mlp_weights - 3 * self.hidden * self.dense_intermediate)
+        return self.layers * self.layer_weights - fewer + (1 if self.tied else 2) * self.embedding_weights + self.hidden
+
+    def json(self) -> dict[str, Any]:
+        return {"name": self.name, "family": self.family, "parameters": self.weights, "layers": self.layers}
+
+
+_TIED = {"gemma3_text": True}  # where transformers ties head and embedding unless the config says otherwise
+_NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+)  # fmt: skip
+
+
+def read_sizes(what: str) -> ModelSizes:
+    """A preset's name, a folder with config.json, or that file."""
+    if what in PRESETS:
+        return sizes_of(PRESETS[what], what)
+    path = Path(what)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():  # what is there and no file is refused when it is read
+        raise ValueError(
+            f"{what} is no folder with a config.json, and no preset; presets: {', '.join(PRESETS)} (nothing is downloaded)"
+        )
+    return sizes_of(read_settings(path), path.parent.name or str(path))
+
+
+def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
+    """The first so many layers of a model, with embedding and head."""
+    if layers is None or layers >= sizes.layers:
+        return sizes
+    if layers < 1:
+        raise ValueError(f"layers={layers} must be at least 1; the model has {sizes.layers}")
+    return replace(
+        sizes, layers=layers, windows=sizes.windows[:layers], dense=tuple(at for at in sizes.dense if at < layers)
+    )
+
+
+def extension(context: int, longest: int) -> str:
+    """What trains a model beyond the positions it was made for."""
+    return (
+        f"--model.rope.rope_type yarn --model.rope.factor {-(-context // longest)} "
+        f"--model.rope.original_max_position_embeddings {longest}, or a larger --model.rope.rope_theta"
+    )
+
+
+def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise ValueError(
+            f"{name}: model_type {config.get('model_type')!r} is not known; known: {', '.join(FAMILIES)}. A new family is one row "
+            "in ithaca/engine/model/families.py"
+        )
+    missing = [key for key in _NEEDED if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"{name}: the config does not say {', '.join(missing)} (whole numbers)")
+    kind, layers = str(config["model_type"]), config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    sparse = (family.experts and (config.get("num_local_experts") or config.get("num_experts"))) or 0
+    intermediate = wide = config["intermediate_size"]
+    step, plain = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    dense = tuple(at for at in range(layers) if sparse and (at in plain or (at + 1) % step))
+    if sparse:
+        intermediate = config.get("moe_intermediate_size") or intermediate
+    return ModelSizes(
+        name=name,
+        family=kind,
+        layers=layers,
+        hidden=config["hidden_size"],
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        vocabulary=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", _TIED.get(kind, False))),
+        windows=_windows(config, family, layers),
+        bias=(heads + 2 * kv_heads) * width if kind == "qwen2" or config.get("attention_bias") else 0,
+        experts=sparse,
+        active_experts=config.get("num_experts_per_tok") or 0 if sparse else 0,
+        dense=dense,
+        dense_intermediate=wide if dense else 0,
+        longest=config.get("max_position_embeddings"),
+        capped=family.logit_cap and bool(config.get("final_logit_softcapping")),
+    )
+
+
+def _windows(config: dict[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if family.window == "none" or window is None or config.get("use_sliding_window") is False:
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if family.window == "config" or not kinds:
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])

@@ -1,0 +1,149 @@
+"""lm_head and cross-entropy by tiles: the logits of one tile are the only logits that ever exist.
+
+At 5M tokens and a vocabulary of 128K whole logits would be 1.3 TB. Here a tile of hidden states goes through the final norm,
+the head and the cross-entropy, and its gradients are taken at once, so forward leaves just dx [s, d] and the weight
+gradients (summed over tiles in fp32). The result is a sum over this rank's supervised tokens times `scale`, one over the
+global count (DESIGN: one loss); a rank with no supervised token gets 0. The scale goes in before the gradients are taken:
+scaling bf16 gradients afterwards would round them twice.
+
+Label smoothing and z-loss (penalty on log²Z, PaLM) are optional; both count per supervised token.
+Why not `torch.nn.functional.linear_cross_entropy`: docs/decisions/0004-loss.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..tiling import Gradients, differentiate, tiles
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_cap: float | None = None
+
+    def violations(self) -> list[str]:
+        found = []
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            found.append(f"label_smoothing={self.label_smoothing} must be between 0 and 1; use 0.0 to switch it off")
+        if not 0.0 <= self.z_loss < float("inf"):
+            found.append(f"z_loss={self.z_loss} must be finite and not negative; use 0.0 to switch it off")
+        return found
+
+
+def fuses(device: torch.device, dtype: torch.dtype, terms: LossTerms) -> bool:
+    """Whether loss and gradient of a tile come from one kernel (loss_kernel.py)."""
+    able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float32) and terms.logit_cap is None
+    return able and importlib.util.find_spec("triton") is not None
+
+
+def tiled_loss(
+    x: Tensor,
+    labels: Tensor,
+    head: Callable[[Tensor], Tensor],
+    parameters: list[Tensor],
+    *,
+    tile: int | None,
+    terms: LossTerms,
+    scale: float,
+) -> Tensor:
+    """Scaled sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, head: [B, t, d] -> [B, t, V]."""
+    learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
+    result = _LossFunction.apply(x, labels, head, tile, terms, scale, learn, *parameters)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+    """Plain, untiled definition of what a token costs, in fp32 at least."""
+    logits = logits.flatten(0, -2)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    labels = labels.flatten()
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing)
+    if terms.z_loss:
+        log_z = torch.logsumexp(logits, -1)
+        loss = loss + terms.z_loss * torch.where(labels != IGNORE, log_z**2, 0.0).sum()
+    return loss
+
+
+def cap(logits: Tensor, limit: float | None) -> Tensor:
+    """Gemma's soft cap on the final logits."""
+    return logits if limit is None else torch.tanh(logits / limit) * limit
+
+
+@torch.no_grad()
+def tiled_scores(
+    x: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], *, tile: int | None, logit_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """For evaluation: the plain cross-entropy of every token and whether its label is the likeliest one, [B, s] each; 0 and
+    False where nothing is supervised. Such tokens never meet the head, so a question with one answer costs one row of logits.
+    """
+    losses = torch.zeros(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    hits = torch.zeros(labels.shape, dtype=torch.bool, device=x.device)
+    for at in tiles(x.shape[1], tile):
+        asked = labels[:, at] != IGNORE
+        if not bool(asked.any()):
+            continue
+        wanted = labels[:, at][asked]
+        logits = cap(head(x[:, at][asked][None]), logit_cap)[0].to(losses.dtype)
+        losses[:, at][asked] = F.cross_entropy(logits, wanted, reduction="none")
+        hits[:, at][asked] = logits.argmax(-1) == wanted
+        del logits
+    return losses, hits
+
+
+class _LossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, scale, learn, *parameters: Tensor):
+        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        gradients, dx = Gradients(), torch.empty_like(x) if learn else None
+        of_tile = _fused if fuses(x.device, x.dtype, terms) else _plain
+        for at in tiles(x.shape[1], tile):
+            with torch.set_grad_enabled(learn):
+                leaf = x[:, at].detach().requires_grad_(learn)
+                loss, output, grad = of_tile(head(leaf), labels[:, at], terms, scale, learn)
+            total += loss
+            if dx is not None:
+                found = differentiate([output], [grad], [leaf, *parameters])
+                dx[:, at] = found[0]  # pyright: ignore[reportArgumentType]
+                gradients.add(parameters, found[1:])
+                del found  # or the head's gradient of this tile would live on beside the next one's
+            del output, grad  # likewise the logits
+        ctx.dx, ctx.grads = dx, [gradients.take(p) for p in parameters]
+        return total
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.dx is None:
+            raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
+        # in place, as they are needed once; `scale` is 1 unless the caller scales the loss, and 1 rounds nothing
+        dx, grads = ctx.dx.mul_(scale), [None if g is None else g.mul_(scale) for g in ctx.grads]
+        ctx.dx = ctx.grads = None
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, None, *grads
+
+
+def _plain(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
+    """-> loss of a tile, what to differentiate, and its gradient"""
+    loss = cross_entropy_sum(cap(logits, terms.logit_cap), labels, terms) * scale
+    return loss.detach(), loss, torch.ones_like(loss)
+
+
+def _fused(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
+    """The same from one kernel. It writes the gradient over the logits, which the head's backward has no use for."""
+    from .kernel import cross_entropy_in_place
+
+    flat = logits.detach().flatten(0, -2)
+    loss = cross_entropy_in_place(
+        flat, labels.flatten(), scale=scale, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss,
+        ignore=IGNORE, learn=learn,
+    )  # fmt: skip
+    return loss, logits, flat.view(logits.shape)

@@ -1,0 +1,346 @@
+"""A prepared model: shards batches, computes the loss, and hands out what a training loop needs.
+
+    run = prepare(model, stack)
+    batch = run.shard(input_ids, labels=labels, documents=None)
+    loss = run.loss(batch)
+    loss.backward()
+
+The loss is one number for the whole world: the sum of cross-entropies over all supervised tokens of all ranks, divided by
+their global count. Every rank returns the same value, and backward leaves gradients of exactly that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base import faults
+from ..stack import Stack, require
+from .attention.choice import Kernels, Need
+from .attention.head_schedule import Stage
+from .attention.stages import Shape, StagedAttention
+from .batch import Batch, shard_batch
+from .comm import total
+from .fsdp import recover
+from .layer.apply import run_layer
+from .layer.call import LayerCall
+from .limits import loss_tile
+from .mesh import Mesh
+from .model.adapter import Decoder, Layer
+from .model.fingerprint import Fingerprint
+from .model.norm import apply_norm
+from .model.projection import bind_linear
+from .model.rope import Positions
+from .objective.cross_entropy import LossTerms, cap, fuses, tiled_loss, tiled_scores
+from .offload.store import GpuStore, Store
+from .own_time import OwnTime
+from .ranks import on_all_ranks
+from .request import Ranks, Request
+
+
+class NoRoom(ValueError):
+    """A step does not fit where its activations are to be kept; found before the first layer computes."""
+
+    exit_code = 5  # docs/run_folder.md
+
+
+@dataclass
+class Run:
+    """What `prepare` returns."""
+
+    model: nn.Module
+    stack: Stack
+    mesh: Mesh
+    decoder: Decoder
+    store: Store  # the one outside of the GPU, where there is one
+    near: GpuStore  # for the layers that keep theirs on the GPU
+    kernels: Kernels
+    schedule: tuple[Stage, ...]
+    dtype: torch.dtype
+    busy: bool = False  # inside a forward or backward, or one has failed
+    reserved: int = 0  # largest input for which the store was found to have room
+    part: Tensor | None = None  # of the last loss, what this rank added to it
+    own: OwnTime = field(default_factory=OwnTime)
+    fingerprint: Fingerprint | None = None  # of the model as it was prepared
+    ranks: Ranks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = Ranks(self.mesh.world.size, sharded=self.mesh.parameters is not None)
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def shard(
+        self, input_ids: Tensor, labels: Tensor | None = None, documents: Sequence | Tensor | None = None
+    ) -> Batch:
+        """This rank's slice of a global [B, S] batch; every rank passes the same tensors.
+
+        labels: [B, S], -100 where not supervised; None = every token is (labels are shifted here, so pass input_ids
+        as they are). documents: lengths of the packed documents of each row; tokens attend inside their document only.
+        """
+        return shard_batch(
+            input_ids, labels, documents, mesh=self.mesh, stack=self.stack, vocabulary=self.decoder.config.vocab_size
+        )
+
+    # -- computation --------------------------------------------------------------------------------------------------
+
+    def loss(
+        self, batch: Batch, *, supervised: int | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        """The global mean loss, the same on every rank.
+
+        supervised: divide by this count instead of the batch's own. For accumulation, pass the sum of `batch.supervised` over
+        the micro-batches: the losses then add up to the mean over all of them, and so do the gradients.
+        """
+        count = batch.supervised if supervised is None else supervised
+        terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
+        self._recover()
+        problems = self._violations() + terms.violations()
+        if count < 1:
+            problems.append(
+                f"supervised={count} must be at least 1: the sum of batch.supervised over the micro-batches"
+            )
+        require(problems, "this loss cannot be computed")
+        self.busy = True
+        mine: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms)))
+        self.busy = False
+        self.part = mine.detach()
+        if torch.is_grad_enabled() and not mine.requires_grad:
+            mine = _Frozen.apply(mine, torch.zeros((), requires_grad=True))  # pyright: ignore[reportAssignmentType]
+        shards = [] if self.mesh.parameters is None else [p for p in self.model.parameters() if p.requires_grad]
+        return _GlobalSum.apply(mine, self, *shards)  # pyright: ignore[reportReturnType]
+
+    def _violations(self) -> list[str]:
+        """What has changed since `prepare`, and modes of torch in which a forward would go wrong later."""
+        found = [] if self.fingerprint is None else self.fingerprint.changes()
+        if torch.is_autocast_enabled(self.mesh.device.type):
+            found.append(
+                "torch.autocast is on, but backward computes parts of the forward again outside of it, in another dtype; "
+                "leave the context and choose the compute dtype with prepare(dtype=...)"
+            )
+        if torch.is_inference_mode_enabled() and self.mesh.parameters is not None:
+            found.append(
+                "torch.inference_mode is on, and what FSDP2 gathers first inside of it is of no use outside; use "
+                "torch.no_grad()"
+            )
+        return found
+
+    def _recover(self) -> None:
+        """The last forward or backward ended in an exception that the caller survived."""
+        if self.busy or self.ranks.interrupted:
+            recover(self.decoder.model)
+            self.busy = self.ranks.interrupted = False
+
+    def _backward_done(self) -> None:
+        self.busy = False
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits of this rank's tokens, [b, s, V]: for checks and short inputs, as they are whole."""
+        require(self._violations(), "these logits cannot be computed")
+
+        def compute() -> Tensor:
+            x, _ = self._hidden(batch)
+            return self.decoder.head(
+                x,
+                Request(
+                    lambda x: cap(
+                        bind_linear(self.decoder.head)(apply_norm(self.decoder.norm, x)), self.decoder.logit_cap
+                    )
+                ),
+            )
+
+        return self.decoder.model(Request(compute))
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """For evaluation: cross-entropy of this rank's tokens and whether each label is the likeliest token, [b, s] each. One
+        forward; logits exist a tile at a time and for supervised tokens only, others have 0 and False."""
+        self._recover()
+        require(self._violations(), "these tokens cannot be scored")
+
+        def compute() -> tuple[Tensor, Tensor]:
+            x, _ = self._hidden(batch)
+            return self.decoder.head(x, Request(lambda x: self._scores(x, batch.labels)))
+
+        self.busy = True
+        found: tuple[Tensor, Tensor] = self.decoder.model(Request(compute))
+        self.busy = False
+        return found
+
+    def _scores(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        head = bind_linear(self.decoder.head)
+        return tiled_scores(
+            x,
+            labels,
+            lambda t: head(apply_norm(self.decoder.norm, t)),
+            tile=loss_tile(self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fused=False),
+            logit_cap=self.decoder.logit_cap,
+        )
+
+    def _local_loss(self, batch: Batch, count: int, terms: LossTerms) -> Tensor:
+        x, routing = self._hidden(batch)
+        faults.reach("fwd")
+        if faults.armed() and x.requires_grad:
+            x.register_hook(lambda _: faults.reach("bwd"))
+
+        def compute(x: Tensor) -> Tensor:
+            with self.own.measure(x.device):
+                return loss_of(x)
+
+        def loss_of(x: Tensor) -> Tensor:
+            head = bind_linear(self.decoder.head)
+            weights = [leaf.parameter for leaf in head.leaves] + list(self.decoder.norm.parameters())
+            trainable = [p for p in weights if p.requires_grad]
+            return tiled_loss(
+                x,
+                batch.labels,
+                lambda t: head(apply_norm(self.decoder.norm, t)),
+                trainable,
+                tile=loss_tile(
+                    self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fuses(x.device, x.dtype, terms)
+                ),
+                terms=terms,
+                scale=1.0 / count,
+            )
+
+        mine = self.decoder.head(x, Request(compute))
+        if routing:
+            mine = mine + self._balance_loss(routing, batch) * (batch.supervised / count)
+        return faults.spoil(mine)
+
+    def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Embedding and layers. -> x before the final norm, router sums of each layer"""
+        x = self.decoder.embedding(batch.input_ids)
+        wide = torch.promote_types(x.dtype, torch.float32) if self.decoder.family.wide_rope else x.dtype
+        places = {
+            kind: Positions(self.decoder.rope(kind, batch.longest), batch.positions, wide)
+            for kind in {layer.rope_type for layer in self.decoder.layers}
+        }
+        self._reserve(x)
+        routing = []
+        for layer in self.decoder.layers:
+            if layer.index and self.stack.store_of(layer.index) != self.stack.store_of(layer.index - 1):
+                self.store.let_go()  # before layers that put nothing into it
+            call = self._layer_call(layer, places[layer.rope_type], batch, x)
+            x, *sums = layer.module(x, Request(lambda x, call=call: run_layer(x, call)))
+            kind = self.stack.store_of(layer.index)
+            if kind != "gpu" and torch.is_grad_enabled() and call.learn and not call.stored:
+                raise RuntimeError(
+                    f"store={kind!r} was asked for, but layer {layer.index} stored nothing in this forward. "
+                    "Activations stay on the GPU, so memory would run out later without a reason; this is a bug or a "
+                    "patched layer"
+                )
+            if sums:
+                routing.append(tuple(sums))
+        return x, routing
+
+    def _layer_call(self, layer: Layer, positions: Positions, batch: Batch, x: Tensor) -> LayerCall:
+        projector = layer.projector
+        kernel = self.kernels.resolve(Need(x.device, x.dtype, projector.head_dim, layer.window is not None))
+        shape = Shape(x.shape[0], x.shape[1], projector.heads, projector.kv_heads, projector.head_dim)
+        attention = StagedAttention(
+            self.schedule,
+            shape,
+            self.mesh.ulysses,
+            self.mesh.ring,
+            kernel,
+            batch.plans_for(layer.window, self.mesh),
+            layer.scale,
+        )
+        return LayerCall(
+            layer=layer,
+            attention=attention,
+            positions=positions,
+            tile=self.stack.tile,
+            recompute=self.stack.recompute_of(layer.index),
+            store=self._store_of(layer),
+            passing=self.store,
+            engine=self.stack.engine_of(layer.index),
+            hold=self.stack.hold,
+            count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
+            valid=batch.valid,
+        )
+
+    def _store_of(self, layer: Layer) -> Store:
+        if self.stack.store_of(layer.index) == "gpu":
+            return self.near
+        # backward begins with the last layer: what it keeps is wanted again at once
+        return self.store.brief if layer.index == len(self.decoder.layers) - 1 else self.store
+
+    def _reserve(self, x: Tensor) -> None:
+        """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
+        if self.stack.far == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
+            return
+        projector = self.decoder.layers[0].projector
+        attended = x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
+        most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
+        lse = x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
+        layers = [layer.index for layer in self.decoder.layers if self.stack.store_of(layer.index) != "gpu"]
+        keeping = sum(self.stack.recompute_of(layer) == "keep_attention" for layer in layers)
+        need = x.numel() * x.element_size() * len(layers) + (attended + lse) * keeping
+        if any(self.stack.engine_of(layer) == "streamed" for layer in layers):
+            # in backward one layer's gradient of it passes through the store as well, and the fp32 sums of KV gradients
+            shared = max(len(stage.kv[self.mesh.ulysses.rank]) for stage in self.schedule)
+            need += attended + 8 * x.shape[0] * x.shape[1] * self.mesh.ulysses.size * shared * projector.head_dim
+        per_host = min(self.mesh.world.size, torch.cuda.device_count() if x.is_cuda else self.mesh.world.size)
+        on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * per_host), lambda error: NoRoom(str(error)))
+        self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
+
+    def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:
+        """This rank's part of the router's balance loss over all tokens of the batch and all layers (Switch, eq. 4-6)."""
+        probability = torch.stack([p for p, _ in routing]).sum(0)
+        rows = len(routing) * batch.tokens
+        chosen = (
+            total(torch.stack([c for _, c in routing]).sum(0), self.mesh.world) / rows
+        )  # ranks hold different tokens
+        return self.decoder.router_weight * len(probability) * (chosen.detach() * probability / rows).sum()
+
+    def report(self) -> dict[str, Any]:
+        """What the store moved since the last call: bytes, copy time, and how much of it was waited for."""
+        report = self.store.report()
+        self.store.reset()
+        return {"store": report}
+
+
+class _Frozen(torch.autograd.Function):
+    """A loss that nothing can be learned from: it may be looked at, and backward says why it cannot be."""
+
+    @staticmethod
+    def forward(ctx, mine: Tensor, anything: Tensor) -> Tensor:
+        return mine.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "every parameter of the model is frozen (requires_grad=False), so this loss has no gradient; set requires_grad on "
+            "what is to be trained before prepare, or add adapters"
+        )
+
+
+class _GlobalSum(torch.autograd.Function):
+    """Sum over all ranks in forward, identity in backward: gradients are summed by FSDP, once.
+
+    The shards are inputs so that autograd knows of them: FSDP2 computes on gathered copies and puts gradients into `.grad` by
+    itself, in a whole backward. torch.autograd.grad would return nothing for them."""
+
+    @staticmethod
+    def forward(ctx, mine: Tensor, run: Run, *shards: Tensor) -> Tensor:
+        ctx.run, ctx.spent, ctx.shards = run, False, len(shards)
+        return total(mine.detach(), run.mesh.world)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.spent:  # here, before FSDP2's first hook
+            raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
+        below = ctx.next_functions[0][0]
+        if below is not None and not torch._C._will_engine_execute_node(below):
+            raise RuntimeError(
+                "torch.autograd.grad and backward(inputs=...) do not reach sharded parameters: FSDP2 computes on gathered copies "
+                "and puts gradients into .grad in a whole backward; call loss.backward() and read parameter.grad"
+            )
+        ctx.spent = ctx.run.busy = True
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.run._backward_done)
+        return grad, None, *[None] * ctx.shards

@@ -1,0 +1,47 @@
+"""`ithaca ask`, as every rank executes it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ...config import Config
+from ...data.tokenizer import load_tokenizer
+from ...engine.build import device_of, model_config
+from ..opening import Opened, load_model
+from .greedy import generate
+from .prompt import prompt_ids, stops
+
+
+def tokenizer_folder(config: Config) -> Path:
+    folder = Path(config.data.tokenizer or config.model.folder)
+    if not any(folder.glob("tokenizer*")):
+        raise ValueError(
+            f"asking takes a tokenizer, and {folder} has none; name a folder that has one with --data.tokenizer FOLDER"
+        )
+    return folder
+
+
+def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
+    """-> exit code"""
+    config = opened.config
+    tokenizer = load_tokenizer(tokenizer_folder(config))
+    prompt = prompt_ids(tokenizer, question, text, parse=config.data.special_tokens == "parse")
+    hf = model_config(config.model, config.data.context)
+    reach = getattr(hf, "max_position_embeddings", None)
+    if reach is not None and len(prompt) + most > reach:
+        raise ValueError(
+            f"the prompt has {len(prompt):,} tokens, and with {most} new ones that is more than the {reach:,} positions this model "
+            "was made for; ask about a shorter text, or extend the model (docs/extension.md)"
+        )
+    run, _ = load_model(opened, hf, device_of(config), length=len(prompt) + most)
+    begin = time.perf_counter()
+    found = generate(
+        run, prompt, most=most, stop=stops(tokenizer, getattr(run.decoder.model, "generation_config", None))
+    )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(tokenizer.decode(found, skip_special_tokens=True).strip())
+        print(f"({len(prompt):,} tokens read, {len(found)} written, {time.perf_counter() - begin:.1f} s)")
+    return 0

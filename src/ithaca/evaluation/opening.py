@@ -1,0 +1,126 @@
+"""From what a user points at to a model that can be run: a run folder, one of its checkpoints, or a Hugging Face folder.
+
+A run brings its own config; a Hugging Face folder gets one, with the context the model was made for. Either can be changed by
+dotted overrides. The stack is not that of the run: results do not depend on it, a forward needs far less memory than training,
+and the processes may be others, so all of them share each text, unless a stack is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import Config, load, missing
+from ..config.dump import as_yaml
+from ..engine.model.config import read_settings
+from ..engine.model.presets import PRESETS
+from ..stack import require
+from ..storage.files import CheckpointError, Gone, latest, step_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..engine.run import Run
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that was found, not loaded yet."""
+
+    config: Config  # run.folder: where workers log
+    checkpoint: Path | None  # None: the weights are those of config.model.folder
+    step: int
+    results: Path  # where an evaluation is written
+    run: Path | None  # the run folder, where there is one
+    named: bool = False  # whether this checkpoint was asked for, and not the newest
+
+
+def find_model(source: Path, overrides: Sequence[str] = (), out: Path | None = None) -> Opened:
+    """What `source` is, as a config and weights. Imports no torch."""
+    if (source / "config.yaml").is_file() or (source / "manifest.json").is_file():
+        return _of_run(source, overrides, out)
+    if not (source / "config.json").is_file():
+        what = "has neither config.yaml (a run), manifest.json (a checkpoint) nor config.json (a Hugging Face model)"
+        raise ValueError(f"{source} {what if source.is_dir() else 'is not a folder'}; name one of these")
+    results = out or Path("runs") / f"eval-{source.resolve().name}"
+    language = "words" if any(source.glob("tokenizer*")) else "ids"
+    given = [f"model.folder={source}", f"data.context={_native(source)}", f"eval.language={language}"]
+    given += ["train.steps=1", "data.sources=[{synthetic: recall}]"]  # stand-ins: nothing is trained here
+    config = load(None, [*given, f"run.folder={results}", "run.name=eval", *overrides]).config
+    require(missing(config, PRESETS), "this model cannot be opened")
+    return Opened(config, None, 0, results, None)
+
+
+def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
+    checkpoint = source if (source / "manifest.json").is_file() else _newest(source / "checkpoints")
+    run = checkpoint.parent.parent
+    if not (run / "config.yaml").is_file():
+        raise ValueError(
+            f"{checkpoint} does not lie in a run folder (no {run / 'config.yaml'}), so its model is not known; export it with "
+            "`ithaca export` and name that folder"
+        )
+    results = out or run / "eval"
+    step = step_of(checkpoint) or 0
+    given = ["stack=auto", f"run.folder={results}", *_phase(load(run / "config.yaml").config, step)]
+    config = load(run / "config.yaml", [*given, *overrides]).config
+    return Opened(config, checkpoint, step, results, run, checkpoint == source)
+
+
+def _phase(config: Config, step: int) -> list[str]:
+    """Of a run in phases, what the phase that made this checkpoint changes, as overrides."""
+    if not config.phases:
+        return []
+    from ..config.curriculum import phase_at
+
+    phase = phase_at(config, step)
+    found = ["phases=[]", f"data.context={phase.data.context}", f"train.steps={phase.train.steps}"]
+    if phase.model.rope is not None:
+        given = {each.name: getattr(phase.model.rope, each.name) for each in fields(phase.model.rope)}
+        found += [f"model.rope.{name}={as_yaml(value)}" for name, value in given.items() if value is not None]
+    sources = [{"path": each.path} if each.path else {"synthetic": each.synthetic} for each in phase.data.sources]
+    return [*found, f"data.sources={json.dumps(sources)}"]
+
+
+def _newest(folder: Path) -> Path:
+    found = latest(folder) if folder.is_dir() else None
+    if found is None:
+        raise CheckpointError(f"{folder} has no complete checkpoint; train a little first, or name another run")
+    return found
+
+
+def _native(folder: Path) -> int:
+    """The length a model was made for."""
+    return read_settings(folder / "config.json").get("max_position_embeddings") or 4096
+
+
+def load_model(opened: Opened, hf: Any, device: torch.device, length: int = 1) -> tuple[Run, Opened]:
+    """Build and fill the model, as this rank, for texts of up to this length or those of its config. Collective.
+
+    -> the model, and what it is: a run that goes on may have pruned the checkpoint that was its newest when it was looked for."""
+    import torch.distributed as dist
+
+    from ..engine.build import prepared, simple_stack
+    from ..storage import checkpoint as checkpoints
+
+    config = opened.config
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    longest = max(config.data.context, *config.eval.lengths, length)
+    stack = config.stack.chosen or simple_stack(longest, hf, world)
+    run = prepared(config, hf, stack, device)
+    if opened.checkpoint is None:
+        return run, opened
+    try:
+        checkpoints.load(opened.checkpoint, run, None)
+    except Gone:
+        if opened.named or opened.run is None:
+            raise
+        folder, before = opened.checkpoint.parent, load(opened.run / "config.yaml").config
+        step = checkpoints.load(folder, run, None)["step"]
+        # of another phase it is another model: another context, other angles
+        if _phase(before, step) != _phase(before, opened.step):
+            raise
+        opened = replace(opened, checkpoint=folder / f"step-{step}", step=step)
+    return run, opened

@@ -1,0 +1,119 @@
+"""A run to be measured: the model with random weights as training prepares it, its optimizer, a batch, and a step.
+
+One process stands for rank 0 of N on torch's fake process group: kernels, copies and allocations are those of that rank, while
+collectives take no time and bring back what was sent, so the loss means nothing. With one rank there is nothing to fake.
+
+With fewer layers than the model has, `states` adds what a rank would hold of the others all the time: weights, optimizer states,
+and from backward on gradients. Their activations are not there; with a store beside the GPU they would not be either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...config.schema import Train
+from ...engine.batch import Batch
+from ...engine.model.weights import fill_at_random
+from ...engine.optimizer import build_optimizer, clip, global_norm, gradients
+from ...engine.parallelize import prepare
+from ...engine.run import Run
+from ...planner.dry_run.alike import held_by
+from ...planner.dry_run.run import Case, fake_group, meta_model, shortened, shortened_stack
+
+
+@dataclass
+class Steps:
+    """What a step needs, and what it does. Call it with a function that is told when a phase begins."""
+
+    run: Run
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    train: Train
+    resident: dict[str, int]  # category -> bytes of the layers that are not there
+    held: dict[str, Tensor]
+    accumulation: int = 1  # micro-batches of a step
+
+    def __call__(self, begin: Callable[[str], None] = lambda phase: None) -> None:
+        """As training/step.py does it, but whatever the loss is: it lacks what peers would have sent."""
+        for _ in range(self.accumulation):
+            begin("forward")
+            loss = self.run.loss(self.batch, supervised=self.accumulation * self.batch.supervised)
+            self.hold("gradients")
+            begin("backward")
+            loss.backward()
+            del loss
+        begin("step")
+        grads = gradients(self.run.model)
+        if self.run.mesh.world.fake:
+            for grad in grads:  # sums that lack their peers may be no numbers, and would leave weights that are none
+                grad.zero_()
+        norm = global_norm(grads)
+        clip(grads, norm, self.train.clip)
+        self.optimizer.step()
+        del grads, norm
+        self.optimizer.zero_grad(set_to_none=True)
+        self.held.pop("gradients", None)
+
+    def hold(self, *categories: str) -> None:
+        for name in categories:
+            if self.resident.get(name) and name not in self.held:
+                self.held[name] = torch.zeros(self.resident[name], dtype=torch.uint8, device=self.run.mesh.device)
+
+    def make_states(self) -> None:
+        """The optimizer makes its states at its first step. Let that be one whose gradients are zero, before anything is measured:
+        otherwise the second step finds less room than the first, and the allocator is at work while it is timed."""
+        for parameter in self.run.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on this rank."""
+        return self.accumulation * self.batch.input_ids.numel()
+
+
+@contextmanager
+def ready(case: Case, device: torch.device, layers: int | None = None, states: bool = False) -> Iterator[Steps]:
+    """Build everything; a process group that this made is gone afterwards."""
+    if dist.is_initialized():
+        raise RuntimeError("a profile makes a process group of its own, and this process has one already")
+    depth = case.config.num_hidden_layers
+    config = shortened(case.config, layers)
+    ran = config.num_hidden_layers
+    stack = shortened_stack(case.stack, ran)
+    if case.world > 1:
+        with fake_group(case.world):
+            yield _steps(replace(case, stack=stack), config, device, depth - ran if states else 0)
+        return
+    try:
+        yield _steps(replace(case, stack=stack), config, device, depth - ran if states else 0)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _steps(case: Case, config: object, device: torch.device, missing: int) -> Steps:
+    run = prepare(
+        meta_model(case, config), case.stack, device=device, dtype=case.dtype,
+        weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=case.offload,
+    )  # fmt: skip
+    train = Train(steps=100, optimizer=case.optimizer)
+    torch.manual_seed(0)
+    ids = torch.randint(0, run.decoder.config.vocab_size, (case.rows, case.context))
+    documents = None if case.documents is None else [case.documents] * case.rows
+    layer = held_by(run.decoder.layers[0].module, case.states)
+    steps = Steps(
+        run, build_optimizer(run.model, train), run.shard(ids, documents=documents), train,
+        {} if case.offload else {name: missing * nbytes for name, nbytes in layer.items()}, {}, case.accumulation,
+    )  # fmt: skip
+    steps.hold("parameters", "optimizer")
+    steps.make_states()
+    return steps

@@ -1,0 +1,155 @@
+"""What a page is made of: a run folder, and up to one plan, ladder and profile each.
+
+A plan, a ladder and a profile are JSON files that say what they are with their first key: {"plan": 1, ...}. They may lie in the run
+folder under their own names or be given beside it; a given one wins. What cannot be read is a ValueError of one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ...base.files import read_json as read_limited
+from ...base.run_folder import RunFolder
+from ...config.nodes import read_plain
+from ..metrics import read_metrics
+from .values import number, table
+
+KINDS = ("plan", "ladder", "profile", "eval")
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    run: Path | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str | None = None
+    status: dict[str, Any] = field(default_factory=dict)
+    killed: bool = False  # the status says that it runs, but nobody holds the folder
+    steps: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl, by step
+    events: list[dict[str, Any]] = field(default_factory=list)
+    plan: dict[str, Any] | None = None
+    ladder: dict[str, Any] | None = None
+    profile: dict[str, Any] | None = None
+    eval: dict[str, Any] | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # by step, the given one last
+
+
+def read_inputs(paths: Iterable[str | os.PathLike[str]]) -> Inputs:
+    """A run folder, JSON files, or both."""
+    run: Path | None = None
+    given: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"{path} is not there; give a run folder, or JSON files of a plan, ladder or profile")
+        if path.is_dir():
+            if run is not None:
+                raise ValueError(f"{run} and {path} are two run folders; give one")
+            run = path
+            continue
+        kind, found = read_json(path)
+        if kind in given:
+            raise ValueError(f"{given[kind][0]} and {path} are two of the kind {kind}; give one")
+        given[kind] = (path, found)
+    return gather(run, {kind: found for kind, (_, found) in given.items()})
+
+
+def gather(run: Path | None, given: Mapping[str, dict[str, Any] | None]) -> Inputs:
+    """The run folder with these JSON objects over it."""
+    inputs = _read_run(Path(run)) if run is not None else Inputs()
+    for kind, found in given.items():
+        if found is not None:
+            check_kind(found, f"the {kind}", kind)
+    inputs = replace(inputs, **{kind: found for kind, found in given.items() if found is not None})
+    if inputs.eval is not None:
+        inputs = replace(inputs, evaluations=[*inputs.evaluations, inputs.eval])
+    if run is None and not any((inputs.plan, inputs.ladder, inputs.profile, inputs.eval)):
+        raise ValueError("there is nothing to report on; give a run folder, or a plan, ladder, profile or evaluation")
+    return inputs
+
+
+def read_json(path: Path) -> tuple[str, dict[str, Any]]:
+    """What a JSON file is, and what is in it."""
+    try:
+        found = read_limited(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; give a plan, ladder, profile or evaluation, or make it again") from None
+    return check_kind(found, str(path)), found
+
+
+def check_kind(found: Any, name: str, wanted: str | None = None) -> str:
+    kind = next(iter(found), None) if isinstance(found, dict) else None
+    if kind not in KINDS or (wanted is not None and kind != wanted):
+        expected = " or ".join(f'"{each}"' for each in ([wanted] if wanted else KINDS))
+        raise ValueError(f"{name} is no {wanted or 'plan, ladder or profile'}: its first key has to be {expected}")
+    version = found[kind]
+    if isinstance(version, bool) or version != VERSION:
+        raise ValueError(f"{name} is a {kind} of version {json.dumps(version)[:40]}, this ithaca knows {VERSION}")
+    return str(kind)
+
+
+def _read_run(path: Path) -> Inputs:
+    folder = RunFolder(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder; give a run folder")
+    if not any(each.is_file() for each in (folder.config, folder.metrics, folder.status)):
+        raise ValueError(f"{path} is no run folder: it has no config.yaml, metrics.jsonl or status.json")
+    config, text = _read_config(folder.config)
+    status = folder.read_status() or {}
+    steps, events = _read_lines(folder.metrics)
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        file = path / f"{kind}.json"
+        if file.is_file():
+            _, found[kind] = read_json(file)
+            check_kind(found[kind], str(file), kind)
+    evaluations = []
+    for file in folder.evaluations.glob("step-*.json"):
+        _, each = read_json(file)
+        check_kind(each, str(file), "eval")
+        evaluations.append(each)
+    return Inputs(
+        run=path,
+        config=config,
+        config_text=text,
+        status=status,
+        killed=_killed(folder, status),
+        steps=steps,
+        events=events,
+        evaluations=sorted(evaluations, key=lambda each: number(each.get("step")) or 0),
+        **found,
+    )
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
+    """As YAML, not as a `Config`: a run of an older ithaca has a report too."""
+    if not path.is_file():
+        return {}, None
+    try:
+        found, text = read_plain(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; it was not written by ithaca: move it away") from None
+    return table(found), text
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    if not path.is_file():
+        return [], []
+    lines = read_metrics(path)
+    steps = [line for line in lines if "event" not in line and number(line["step"]) is not None]
+    return sorted(steps, key=lambda line: line["step"]), [line for line in lines if "event" in line]
+
+
+def _killed(folder: RunFolder, status: Mapping[str, Any]) -> bool:
+    if status.get("state") not in ("starting", "running", "saving"):
+        return False
+    with suppress(OSError):  # a file system without locks cannot tell
+        return folder.holder() is None
+    return False

@@ -1,0 +1,99 @@
+"""How much arithmetic a step is, with attention counted, and what share of the hardware's peak that makes (MFU).
+
+Model FLOPs utilisation (PaLM, appendix B) counts the work that the model asks for, and not the work that a technique adds:
+recomputing a layer in backward costs time and earns nothing. A multiplication and an addition are two operations.
+
+    weights     forward 2 per weight and token; backward twice that (gradients of inputs and of weights). Counted are the weights
+                that a token is multiplied with: projections, MLP, router, head, and of the experts those it is sent to. Looking
+                up an embedding is no arithmetic; a head that shares the embedding's weights is.
+    attention   forward 4·D per head and visible pair (scores and weighted sum, 2·D each); backward twice that. A causal document
+                of L tokens has L(L+1)/2 visible pairs, with a sliding window fewer; packed documents do not see each other.
+
+At a million tokens attention is most of the work: leaving it out, as 6·N per token does, would understate MFU by a factor of
+ten and more. Whole numbers throughout: a step of 10M tokens is beyond 2⁶³ operations.
+
+Norms, rotary embeddings, softmax and the optimizer are not counted, as is usual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from ..engine.model.families import FAMILIES, Family
+
+
+def model_flops(config: Any, lengths: Iterable[int], *, adapters: int | None = None) -> int:
+    """Operations of forward and backward over documents of these lengths: those of all rows of a step, on all ranks.
+
+    config: the model's Hugging Face config. adapters: with LoRA, how many adapter weights are trained; the base is frozen then,
+    and its weights need no gradient. None: all weights are trained.
+    """
+    sizes = Counter(int(length) for length in lengths)  # int: numpy's would overflow without a word
+    tokens = sum(length * count for length, count in sizes.items())
+    weights = matmul_weights(config)
+    per_token = 6 * weights if adapters is None else 4 * weights + 6 * adapters
+    pairs = 0
+    for window, layers in Counter(layer_windows(config)).items():
+        pairs += layers * sum(visible_pairs(length, window) * count for length, count in sizes.items())
+    return per_token * tokens + 3 * 4 * head_size(config) * config.num_attention_heads * pairs
+
+
+def mfu(flops: int, seconds: float, devices: int, peak: float | None) -> float | None:
+    """The share of the peak of all devices that `flops` in `seconds` make; None where the peak is not known."""
+    return None if peak is None or seconds <= 0 else flops / (seconds * devices * peak)
+
+
+def visible_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of one causal document. window: tokens a query looks back, itself included, as Hugging Face counts."""
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer; None where a layer sees everything."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    where = _family(config).window
+    if where == "none":
+        return [None] * layers
+    if where == "config":
+        return [window] * layers
+    return [window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def matmul_weights(config: Any) -> int:
+    """Weights that every token is multiplied with: of the experts only those a token is sent to; biases and norms not."""
+    hidden, size = config.hidden_size, head_size(config)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    attention = 2 * hidden * heads * size + 2 * hidden * kv_heads * size  # q and o, k and v
+    mlps = sum(_mlp_weights(config, layer) for layer in range(config.num_hidden_layers))
+    return config.num_hidden_layers * attention + mlps + hidden * config.vocab_size
+
+
+def _mlp_weights(config: Any, layer: int) -> int:
+    gated = 3 * config.hidden_size  # gate, up, down
+    if not _family(config).experts or not _is_sparse(config, layer):
+        return gated * config.intermediate_size
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return gated * width * config.num_experts_per_tok + config.hidden_size * config.num_local_experts  # and the router
+
+
+def _is_sparse(config: Any, layer: int) -> bool:
+    """Whether a layer of a family with experts has them: Qwen3-MoE may keep some layers dense."""
+    dense = getattr(config, "mlp_only_layers", None) or []
+    return layer not in dense and (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0
+
+
+def _family(config: Any) -> Family:
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is None:
+        raise ValueError(
+            f"the arithmetic of model_type {config.model_type!r} is not known; known: {', '.join(FAMILIES)}"
+        )
+    return family

@@ -1,0 +1,155 @@
+"""Plans as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..base.units import format_bytes, format_tokens
+from ..stack import Stack
+from .categories import CATEGORIES, PHASES
+from .plan import HOST_SHARE, Plan
+
+
+def describe(
+    plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = None, tried: Sequence[Plan] = ()
+) -> list[str]:
+    """dry: what a dry run counted. tried: contexts that were counted to find the longest, with what they hold."""
+    gpu, speed, memory = plan.hardware.gpu, plan.speed, plan.memory
+    lines = [
+        f"{plan.model.name} ({plan.model.weights / 1e9:.2f}B parameters) at {format_tokens(plan.context)} tokens on "
+        f"{plan.hardware.words}: {verdict(plan)}",
+        f"  GPU     {format_bytes(plan.peak)} of {format_bytes(plan.budget)} in {memory.peak_phase} (of it tensors "
+        f"{format_bytes(plan.allocated)})",
+    ]
+    holders = plan.phases[memory.peak_phase]
+    lines += [
+        f"            {format_bytes(nbytes):>9}  {CATEGORIES[name]}"
+        for name, nbytes in sorted(holders.items(), key=lambda each: -each[1])
+        if nbytes >= (0.02 if explain else 0.04) * plan.peak
+    ]
+    if plan.host:
+        parts = {
+            "kept activations": memory.host - memory.offloaded,
+            "weights, gradients and states": memory.offloaded,
+            "the copy a checkpoint is written from": memory.snapshot,
+        }
+        split = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
+        lines.append(f"  host    {format_bytes(plan.host)} a machine; a GPU: {split}")
+    if plan.disk:
+        lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(plan.disk)} a machine")
+    parts = ", ".join(f"{name} {seconds(each)}" for name, each in speed.parts.items() if each > 0.005 * speed.seconds)
+    lines.append(
+        f"  time    {seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
+        f"({parts})"
+    )
+    if not gpu.measured:
+        lines.append(f"          rates were measured on an H200 and scaled to {gpu.name}; links were not measured")
+    lines += [f"  assumed {each}" for each in plan.assumed]
+    if plan.too_long:
+        lines.append(f"  rotary  {plan.too_long}")
+    lines.append("  stack")
+    width = max((len(f"{name}: {_value(value)}") for name, value, _ in plan.reasons), default=0)
+    lines += [f"    {f'{name}: {_value(value)}':{width}}  {why}" for name, value, why in plan.reasons]
+    if explain:
+        lines += ["  memory by phase", *table(plan)]
+    if dry is not None:
+        lines += _dry(plan, dry)
+    for each in tried:
+        told = f"does not fit: {', '.join(each.shortages)}" if each.excess else f"fits in {format_bytes(each.peak)}"
+        lines.append(f"  counted {format_tokens(each.context)}: {told}")
+    if plan.advice:
+        lines += ["  what would fit", *(f"    {each}" for each in plan.advice)]
+    return lines
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, and on what condition that nobody has checked."""
+    if not plan.fits:
+        return f"does not fit: {', '.join(plan.shortages)}"
+    needs = {"host": (plan.host / HOST_SHARE, "of host memory"), "disk": (plan.disk, "of scratch space")}
+    unsaid = [
+        f"{format_bytes(need)} {what} (assumed {format_bytes(getattr(plan.hardware, name))}; give --{name})"
+        for name, (need, what) in needs.items()
+        if need and name in plan.hardware.assumed
+    ]
+    condition = f", if a machine has {' and '.join(unsaid)}" if unsaid else ""
+    return f"fits, {format_bytes(plan.budget - plan.peak)} to spare{condition}"
+
+
+def table(plan: Plan) -> list[str]:
+    """Bytes of each holder in each phase."""
+    names = [name for name in CATEGORIES if any(by.get(name, 0) > 1e6 for by in plan.phases.values())]
+    phases = [phase for phase in PHASES if phase in plan.phases]
+    rows = [["", *phases]]
+    rows += [[name, *(format_bytes(plan.phases[phase].get(name, 0)) for phase in phases)] for name in names]
+    rows.append(["all", *(format_bytes(sum(plan.phases[phase].values())) for phase in phases)])
+    return columns(rows)
+
+
+def side_by_side(first: Plan, second: Plan) -> list[str]:
+    fields = {**asdict(first.stack)}
+    changed = [name for name, value in fields.items() if value != getattr(second.stack, name)]
+    rows = [["", "this", "that"], ["fits", *("yes" if each.fits else "no" for each in (first, second))]]
+    rows += [[name, _field(first.stack, name), _field(second.stack, name)] for name in changed]
+    numbers = {
+        "GPU": lambda p: format_bytes(p.peak),
+        "host a machine": lambda p: format_bytes(p.host),
+        "disk a machine": lambda p: format_bytes(p.disk),
+        "step": lambda p: seconds(p.speed.seconds),
+        "tokens/s per GPU": lambda p: f"{p.speed.tokens_per_second:,.0f}",
+        "bound by": lambda p: p.speed.bound_by,
+    }
+    rows += [[name, read(first), read(second)] for name, read in numbers.items()]
+    rows += [
+        [f"  {name}", *(format_bytes(each.phases[each.memory.peak_phase].get(name, 0)) for each in (first, second))]
+        for name in CATEGORIES
+        if any(each.phases[each.memory.peak_phase].get(name, 0) > 1e6 for each in (first, second))
+    ]
+    head = f"{first.model.name} at {format_tokens(first.context)} tokens on {first.hardware.words}"
+    return [head, *columns(rows)]
+
+
+def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
+    said = f"  dry run {format_bytes(dry['peak'])} of tensors in {dry['peak_phase']}, {dry['executed']} layers executed"
+    if dry["executed"] < dry["layers"]:
+        said += f", {dry['layers'] - dry['executed']} alike added"
+    if dry["layers"] == plan.model.layers:
+        said += f"; the plan says {format_bytes(plan.memory.peak)} ({plan.memory.peak / dry['peak'] - 1:+.1%})"
+    lines = sorted(dry["lines"][dry["peak_phase"]].items(), key=lambda each: -each[1])
+    return [said, *(f"            {format_bytes(nbytes):>9}  {line}" for line, nbytes in lines[:8])]
+
+
+def _field(stack: Stack, name: str) -> str:
+    return _value(stack.words(name))
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def beside(plan: Plan, peak: int, took: float) -> str:
+    """What was planned for a step, beside what came."""
+    memory, planned = plan.allocated, plan.speed.seconds
+    return (
+        f"plan: {format_bytes(memory)} and {planned:.1f} s a step; measured: {format_bytes(peak)} "
+        f"({peak / memory - 1:+.1%}) and {took:.1f} s ({took / planned - 1:+.1%})"
+    )
+
+
+def seconds(value: float) -> str:
+    if value >= 120:
+        return f"{value / 60:.1f} min"
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+
+
+def columns(rows: Iterable[list[str]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "    "
+        + row[0].ljust(widths[0])
+        + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]

@@ -1,0 +1,52 @@
+"""What only one rank can know, agreed on by all between steps: a signal that one of them got, a file called SAVE, a save that one
+has not finished writing. One small all-reduce a step. How long each rank worked alone (own_time.py) goes with it.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import torch
+
+from ..base.processes.signals import Stop
+from ..base.run_folder import RunFolder
+from ..engine.mesh import Group
+from ..observe.rates import largest
+
+
+@dataclass(frozen=True)
+class Agreed:
+    stop: str | None  # the signal that asks for it
+    save: bool
+    writing: bool  # a rank is still writing a checkpoint
+    own: list[float]  # seconds of each rank
+
+
+class Agreement:
+    def __init__(self, folder: RunFolder, stop: Stop, world: Group, device: torch.device) -> None:
+        self.folder, self.stop, self.world, self.device = folder, stop, world, device
+
+    def after_step(self, writing: bool, own: float) -> Agreed:
+        """Collective, as is `to_stop`."""
+        rank, size = self.world.rank, self.world.size
+        mine = {
+            "stop": self._signal,
+            "save": float(rank == 0 and self.folder.wish.exists()),
+            "writing": float(writing),
+            **{f"own {each}": own if each == rank else -1.0 for each in range(size)},
+        }
+        found = largest(mine, self.world, self.device)
+        times = [found[f"own {each}"] for each in range(size)]
+        return Agreed(_name(found["stop"]), bool(found["save"]), bool(found["writing"]), times)
+
+    def to_stop(self) -> str | None:
+        return _name(largest({"stop": self._signal}, self.world, self.device)["stop"])
+
+    @property
+    def _signal(self) -> float:
+        return 0.0 if self.stop.name is None else float(signal.Signals[self.stop.name])
+
+
+def _name(number: float) -> str | None:
+    return signal.Signals(int(number)).name if number else None

@@ -1,0 +1,76 @@
+"""The stack of `stack: auto`, and the plan of a run on the GPUs it has."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.exits import MEMORY, Failed
+from ..config.schema import Config
+from ..engine.attention.choice import kernels_here
+from ..engine.build import DTYPES, model_name, simple_stack
+from ..engine.model.sizes import sizes_of
+from ..engine.offload.host import available_memory
+from ..planner.config import requested
+from ..planner.gpus import GPUS, Gpu
+from ..planner.hardware import Hardware
+from ..planner.plan import Plan
+from ..planner.search import plan
+from ..planner.text import describe
+from ..stack import Stack
+from .launch.environment import find_job
+
+log = logging.getLogger("ithaca")
+
+
+def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -> tuple[Stack, Plan | None]:
+    """The stack of `stack: auto`: on a GPU the planner's, which raises where nothing fits; else a rule that works anywhere."""
+    if device.type != "cuda":
+        return simple_stack(config.data.context, hf, world), None
+    found = planned(config, hf, world, device)
+    for name, value, why in found.reasons:
+        log.info("stack auto: %s=%s: %s", name, value, why)
+    if not found.fits:
+        raise Failed(MEMORY, "this run does not fit:\n" + "\n".join(describe(found)))
+    return found.stack, found
+
+
+def planned(config: Config, hf: Any, world: int, device: torch.device, stack: Stack | None = None) -> Plan:
+    """The plan of a run on the GPUs it has, with the kernels it will take; with a stack, of that stack."""
+    sizes = sizes_of(hf.to_dict(), model_name(config.model))
+    kinds = {window is not None for window in sizes.windows}
+    wanted = "auto" if stack is None else stack.attention
+    probed = kernels_here(wanted, device, DTYPES[config.model.dtype], sizes.head_dim, kinds)
+    hardware = hardware_here(config, world, device)
+    hardware = replace(hardware, gpu=replace(hardware.gpu, probed=probed))
+    return plan(sizes, gpus=hardware, stack=stack, **requested(config))
+
+
+def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
+    """This machine, in the planner's words."""
+    scratch = Path(config.stack.scratch or tempfile.gettempdir())
+    return Hardware(
+        gpu_here(device, config.launch.gpu_memory),
+        world,
+        per_node=job.local_world if (job := find_job(os.environ)) else max(1, torch.cuda.device_count()),
+        host=available_memory(),
+        disk=shutil.disk_usage(scratch).free if scratch.is_dir() else None,
+    )
+
+
+def gpu_here(device: torch.device, limit: int | None = None) -> Gpu:
+    """A GPU that the planner's table does not have is taken for the nearest, with its own memory."""
+    found = torch.cuda.get_device_properties(device)
+    words = found.name.lower().replace(" ", "").replace("nvidia", "")
+    known = next((gpu for name, gpu in sorted(GPUS.items(), key=lambda each: -len(each[0])) if name in words), None)
+    if known is None:
+        known = replace(GPUS["h100" if found.major >= 9 else "a100"], name=found.name, measured=False)
+    memory = found.total_memory if limit is None else min(limit, found.total_memory)
+    return replace(known, memory=memory, label=round(memory / 1e9), processors=found.multi_processor_count)
