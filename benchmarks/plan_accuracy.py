@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from rank_of_n import size
 
+from ithaca.engine.job import Job, Memory
 from ithaca.engine.model.sizes import read_sizes
 from ithaca.planner.config import hf_config
-from ithaca.planner.dry_run.run import Case, dry_run
+from ithaca.planner.dry_run.run import dry_run
 from ithaca.planner.hardware import parse_gpus
-from ithaca.planner.job import Job, Memory
 from ithaca.planner.memory import predict
 from ithaca.planner.plan import WORKSPACE
 from ithaca.planner.speed import estimate
@@ -149,10 +149,10 @@ class Row:
         return Job(sizes, Stack(**fields), size(self.context), self.world, **run)
 
     @cached_property
-    def case(self) -> Case:
+    def config(self) -> Any:
         config = hf_config(self.shape)
         config.num_hidden_layers = self.layers
-        return Case.of(self.job, config)
+        return config
 
     @cached_property
     def said(self) -> Memory:
@@ -164,7 +164,7 @@ class Row:
 
     @cached_property
     def ran(self) -> dict[str, int]:
-        found = dry_run(self.case)
+        found = dry_run(self.job, self.config)
         return {"peak": found.peak, "stored": max(found.host, found.disk)}
 
     def line(self) -> str:
@@ -190,11 +190,11 @@ class Row:
     def _measure(self) -> None:
         from ithaca.observe.profiler.steps import ready
 
-        case = self.case
-        if self.job.kernel != "fa4":
-            case = replace(case, stack=replace(case.stack, attention=self.job.kernel))
+        job = self.job
+        if job.kernel != "fa4":
+            job = replace(job, stack=replace(job.stack, attention=job.kernel))
         try:
-            with ready(case, DEVICE) as step:
+            with ready(job, self.config, DEVICE) as step:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 step()

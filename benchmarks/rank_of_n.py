@@ -1,6 +1,6 @@
 """Memory and speed of one rank of N on one GPU: true allocations and kernels, no peers.
 
-    python benchmarks/rank_of_n.py --tokens 1M --ranks 8 --layers 2 [--heads-per-stage 1 --recompute keep_attention ...]
+    python benchmarks/rank_of_n.py --tokens 1M --ranks 8 --layers 2 [--stack.heads_per_stage 1 --stack.recompute layer ...]
 
 torch's fake process group stands for the peers: collectives take no time and bring back what was sent, so that kernels work on
 numbers like those of a real run. Figures are this rank's compute, copies and memory; losses mean nothing.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,8 +27,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ithaca
+from ithaca.config import add_stack_options, read_stack
 from ithaca.engine.model.presets import PRESETS
-from ithaca.planner.dry_run.run import DryKernel
+from ithaca.planner.dry_run.kernels import DryKernel
+from ithaca.stack import require
 
 
 def shape_of(preset: str) -> tuple[str, int, dict[str, Any]]:
@@ -191,17 +192,6 @@ def size(text: str) -> int:
     return int(float(text[:-1]) * unit) if unit else int(text)
 
 
-def setting(text: str) -> int | bool | None:
-    words = {"none": None, "true": True, "false": False}
-    return words[text.lower()] if text.lower() in words else int(text)
-
-
-# How each field of a Stack is read from a command line.
-FIELDS: dict[str, Callable[[str], Any]] = {
-    field.name: str if isinstance(field.default, str) else setting for field in fields(ithaca.Stack)
-}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
@@ -213,10 +203,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=None, metavar="GB")
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--one-call", action="store_true", help="cuDNN attends a stage in one call, not by query tiles")
-    for name, kind in FIELDS.items():  # what is not given is not set at all: None is a value of some fields
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS)
+    add_stack_options(
+        parser, "what is not given has its default, and ulysses is the ranks that a ring leaves", older="field"
+    )
     options = parser.parse_args()
-    chosen = {name: value for name, value in vars(options).items() if name in FIELDS}
+    chosen, problems = read_stack(options)
+    require(problems, "this stack cannot run")
     stack = ithaca.Stack(**{"ulysses": options.ranks // chosen.get("ring", 1), **chosen})
     depth = SHAPES[options.shape][1]
 

@@ -23,7 +23,7 @@ import torch
 
 import ithaca
 from ithaca.base.processes.pool import Workers
-from ithaca.storage import checkpoint, files, stream, writer
+from ithaca.storage import checkpoint, dcp, stream
 
 WAYS = ("hashed", "not hashed", "torch's writer")
 
@@ -76,12 +76,12 @@ def measure(folder: str, gigabytes: float, repeats: int) -> list[dict[str, Any]]
                 read = None
                 if way == "hashed" and run.mesh.world.rank == 0 and not asynchronous:
                     begin = time.perf_counter()
-                    assert not files.verify(path)
+                    assert not checkpoint.verify(path)
                     read = time.perf_counter() - begin
-                checkpoint.each(run.mesh, lambda: None)
+                checkpoint.on_all_ranks(run.mesh.world, lambda: None)
                 if run.mesh.world.rank == 0:
                     shutil.rmtree(where)
-                checkpoint.each(run.mesh, lambda: None)
+                checkpoint.on_all_ranks(run.mesh.world, lambda: None)
                 if turn:
                     about = {"way": way, "asynchronous": asynchronous, "waits": waited, "whole": whole, "cores": cores}
                     found.append({**about, "size": size, "verify": read})
@@ -105,12 +105,12 @@ class _as:
         stream.sha256, checkpoint.HashingWriter = self.before
 
 
-class Plain(writer.HashingWriter):
+class Plain(dcp.HashingWriter):
     """torch's own streams; of ours only what the manifest needs to be written."""
 
     def __init__(self, path: Path, step: int) -> None:
         super().__init__(path, step)
-        self.fs = torch.distributed.checkpoint.filesystem.FileSystem()
+        self.fs, self.sync_files = torch.distributed.checkpoint.filesystem.FileSystem(), True
 
     @property
     def entries(self) -> dict[str, Any]:

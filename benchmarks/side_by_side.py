@@ -53,11 +53,12 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_of_n import FIELDS, SHAPES, Marks, size, whole_depth
+from rank_of_n import SHAPES, Marks, size, whole_depth
 from rank_of_n import measure as measure_rank
 from torch import Tensor, nn
 
 import ithaca
+from ithaca.config import read_fields, split_words
 from ithaca.stack import require
 
 # -- what ithaca runs: edit here ---------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def ours(case: Case, stack: ithaca.Stack) -> Work:
     batch = run.shard(case.tokens())
 
     def held() -> int:
-        return run.store.held_bytes if stack.far == "host" else 0
+        return run.store.held_bytes if stack.offload == "host" else 0
 
     run.fingerprint = None  # it would refuse the marks on layers, which only look
     return Work(run.model, lambda: run.loss(batch), held=held, details=in_words(stack))
@@ -252,11 +253,9 @@ RECIPES = {
 
 def settings_of(text: str) -> dict[str, Any]:
     """recompute=layer,tile=8192 -> the fields of a Stack"""
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    unknown = [name for name, _, _ in pairs if name not in FIELDS]
-    if unknown:
-        raise ValueError(f"no such field of Stack: {', '.join(unknown)}; there are {', '.join(FIELDS)}")
-    return {name: FIELDS[name](value) for name, _, value in pairs}
+    fields, problems = read_fields(split_words("--recipes", text))
+    require(problems, "this recipe cannot run")
+    return fields
 
 
 def stack_of(recipe: str, context: int, on: torch.device, ranks: int | None) -> ithaca.Stack:

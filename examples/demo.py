@@ -44,7 +44,7 @@ def main() -> int:
         f"  {RUN}/metrics.jsonl       loss, rates, memory of each step\n"
         f"  {RUN}/checkpoints         sharded checkpoints;  {RUN}/export: the Hugging Face folder\n"
         "  ithaca recipes ls              runs for real models;  docs/walk.md: how it works\n"
-        "  ithaca verify llama3 --world 4 --ulysses 2 --ring 2    every gradient against the untouched model"
+        "  ithaca verify llama3 --world 4 --stack.ulysses 2 --stack.ring 2    every gradient against the untouched model"
     )
     if right / asked < 0.5:
         print("the model did not learn the task: something is broken", file=sys.stderr)

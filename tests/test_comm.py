@@ -7,9 +7,11 @@ import torch
 from transformers import AutoConfig
 
 from ithaca.engine.comm import all_to_all, shift
+from ithaca.engine.job import Job
 from ithaca.engine.mesh import Mesh, build_mesh
+from ithaca.engine.model.sizes import sizes_of
 from ithaca.observe.profiler.steps import ready
-from ithaca.planner.dry_run.run import Case, fake_group
+from ithaca.planner.dry_run.run import fake_group
 from ithaca.stack import Stack
 
 CPU = torch.device("cpu")
@@ -37,7 +39,8 @@ def test_weights_stay_numbers(monkeypatch: pytest.MonkeyPatch):
         "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=128,
     )  # fmt: skip
-    with ready(Case(config, Stack(ulysses=4, heads_per_stage=1, tile=16), 256, world=4), CPU) as step:
+    job = Job(sizes_of(config.to_dict(), "small"), Stack(ulysses=4, heads_per_stage=1, tile=16), 256, world=4)
+    with ready(job, config, CPU) as step:
         before = [each.to_local().clone() for each in step.run.model.parameters()]
         spoilt: list[torch.Tensor] = []
 

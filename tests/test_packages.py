@@ -28,18 +28,8 @@ ORDER = (
 )
 # Inside the engine: an order of its own.
 ENGINE = (
-    "limits",
-    "mesh",
-    "comm",
-    "ranks",
-    "sequence",
-    "model",
-    "tiling",
-    "attention",
-    "offload",
-    "objective",
-    "layer",
-)
+    "limits", "mesh", "comm", "ranks", "sequence", "model", "job", "tiling", "attention", "offload", "cost", "layer", "objective",
+)  # fmt: skip
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ithaca.base.processes.pool
 from ithaca.base.processes.pool import WorkerError, Workers
-from ithaca.base.processes.worker import Failure
+from ithaca.base.processes.rank import Failure
 
 from .waiting import wait_until
 
@@ -250,7 +250,7 @@ def test_a_hang_times_out_and_says_where(workers: Workers, monkeypatch: pytest.M
         folder.mkdir()
 
         def wait(sources: list, seconds: float) -> list:
-            if len(sources) > 2 * hanging:  # a rank has two
+            if len(sources) > hanging:
                 return real_wait(sources)
             wait_until(lambda: len(list(folder.iterdir())) == hanging)
             return real_wait(sources, seconds)
@@ -275,13 +275,27 @@ def test_a_worker_that_died_between_runs_is_replaced(workers: Workers) -> None:
     assert workers.run(sum_of_ranks, world=2) == [1.0, 1.0]
 
 
-def test_the_death_of_the_fork_server_is_survived(workers: Workers) -> None:
+def test_the_death_of_the_template_is_survived(workers: Workers) -> None:
     pids = workers.run(pid, world=2)
-    server = psutil.Process(pids[0]).ppid()
+    template = ithaca.base.processes.pool._template
+    assert template is not None and template.process is not None
+    server = template.process.pid
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: not alive(server))
+    assert workers.run(pid, world=2) == pids, "it harms nobody"
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(lambda: not workers._workers[1].idle)
     assert workers.run(sum_of_ranks, world=2) == [1.0, 1.0]
-    wait_until(lambda: not any(alive(old) for old in pids))
+    assert template.process.pid != server and not alive(pids[0])
+
+
+def test_without_a_template_workers_are_started_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:
+    template = ithaca.base.processes.pool.Template([sys.executable, "-c", "raise ImportError('no such module')"])
+    with pytest.MonkeyPatch.context() as patch, Workers(2) as own:
+        patch.setattr(ithaca.base.processes.pool, "_template", template)
+        assert own.run(sum_of_ranks) == [1.0, 1.0]
+    said = capfd.readouterr().err
+    assert "no such module" in said and said.count("they are started one by one\n") == 1
 
 
 def test_interrupting_the_parent_leaves_a_usable_pool(workers: Workers, tmp_path: Path) -> None:
@@ -324,7 +338,7 @@ def test_what_cannot_work_is_refused(workers: Workers) -> None:
 
 
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
-    """Kill a parent whose workers are busy; nothing of it may remain, the fork server included."""
+    """Kill a parent whose workers are busy; nothing of it may remain, the template included."""
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-TOO_LONG = 120.0  # seconds after which what is waited for will never come; no test depends on its value
+TOO_LONG = 250.0  # seconds after which what is waited for will never come; no test depends on its value
 
 
 def wait_until(condition: Callable[[], Any], trouble: Callable[[], str] = lambda: "") -> None:

@@ -7,8 +7,9 @@ remedy, and `require` turns the list into a single error: a user with three mist
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import groupby, product
 from typing import Any
 
@@ -18,7 +19,27 @@ RECOMPUTE = ("none", "layer", "keep_attention")
 ENGINES = ("auto", "composed", "streamed")
 STORES = ("gpu", "host", "disk")
 ATTENTION = ("auto", *KERNELS)
+CHOICES = {"recompute": RECOMPUTE, "store": STORES, "engine": ENGINES, "attention": ATTENTION}
 PER_LAYER = ("recompute", "store")  # fields that may name one for each layer
+DEEPEST = 100_000  # layers that a text may name: a billion are a mistake, and gigabytes
+_COUNTED = re.compile(r"([0-9]{1,9})\s+(\S.*)", re.ASCII)
+
+
+class PerLayer(tuple[str, ...]):
+    """One word for each layer of a model, from the lowest up; written "6 layer + 10 keep_attention"."""
+
+    @classmethod
+    def read(cls, text: str) -> PerLayer | None:
+        """None where the text is not written so."""
+        words: list[str] = []
+        for part in text.split("+"):
+            if not (match := _COUNTED.fullmatch(part.strip())) or int(match[1]) > DEEPEST - len(words):
+                return None
+            words += [match[2]] * int(match[1])
+        return cls(words)
+
+    def __str__(self) -> str:
+        return " + ".join(f"{len(list(same))} {word}" for word, same in groupby(self))
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,7 @@ class Stack:
     """Where kept activations wait for backward: "gpu", "host" (pinned memory) or "disk". A tuple, or "10 host + 6 gpu", names one
     for each layer: a GPU with memory to spare takes what the host has no room for."""
 
-    tile: int | None = 4096
+    tile: int | None = field(default=4096, metadata={"unit": "tokens"})
     """Tokens per tile of norms, projections, MLP and loss; a tile is recomputed in backward. None = untiled."""
 
     shard_parameters: bool = True
@@ -62,15 +83,15 @@ class Stack:
     tensors of the size of its input). None = where the input is at most 1 GiB."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in PER_LAYER and isinstance(value, list):
-                value = tuple(value)
-            elif field.name in PER_LAYER and isinstance(value, str) and "+" in value:
-                value = _per_layer(value)
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if declared.name in PER_LAYER and isinstance(value, (list, tuple)):
+                value = PerLayer(value)
+            elif declared.name in PER_LAYER and isinstance(value, str):
+                value = PerLayer.read(value) or value  # what cannot be read stays as it is, and is refused by name
             elif getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
                 value = getattr(value, "item")()  # noqa: B009, as a str has none
-            object.__setattr__(self, field.name, value)
+            object.__setattr__(self, declared.name, value)
 
     def recompute_of(self, layer: int) -> str:
         return self.recompute if isinstance(self.recompute, str) else self.recompute[layer]
@@ -79,9 +100,9 @@ class Stack:
         return self.store if isinstance(self.store, str) else self.store[layer]
 
     @property
-    def far(self) -> str:
+    def offload(self) -> str:
         """The store outside of the GPU that the run has; "gpu" if none."""
-        return next((each for each in self._stores if each != "gpu"), "gpu")
+        return next((store for store in self._stores if store != "gpu"), "gpu")
 
     @property
     def uniform(self) -> bool:
@@ -96,9 +117,7 @@ class Stack:
     def words(self, name: str) -> Any:
         """A field as a user would write it: "6 layer + 10 keep_attention"."""
         value = getattr(self, name)
-        if not isinstance(value, tuple):
-            return value
-        return " + ".join(f"{len(list(same))} {kind}" for kind, same in groupby(value))
+        return str(value) if isinstance(value, PerLayer) else value
 
     @property
     def _recomputes(self) -> tuple[str, ...]:
@@ -129,22 +148,17 @@ class Stack:
         found = [*self._type_violations()]
         if found:
             return found  # arithmetic on wrong types would only add noise
-        for name in ("ulysses", "ring", "replicate"):
-            if getattr(self, name) < 1:
-                found.append(f"{name}={getattr(self, name)} must be at least 1; use 1 to switch it off")
-        for name in ("heads_per_stage", "tile"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+        for declared in fields(Stack):
+            name, value = declared.name, getattr(self, declared.name)
+            if declared.type == "int" and value < 1:
+                found.append(f"{name}={value} must be at least 1; use 1 to switch it off")
+            elif declared.type == "int | None" and value is not None and value < 1:
                 found.append(f"{name}={value} must be at least 1, or None to switch it off")
-        for name, values, allowed in (
-            ("recompute", self._recomputes, RECOMPUTE),
-            ("store", self._stores, STORES),
-            ("engine", (self.engine,), ENGINES),
-            ("attention", (self.attention,), ATTENTION),
-        ):
-            for value in dict.fromkeys(values):
-                if value not in allowed:
-                    found.append(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            for word in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
+                if word not in allowed:
+                    found.append(f"{name}={word!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
         if {"host", "disk"} <= set(self._stores):
             found.append(
                 f"store={self.words('store')!r} names both the host and the disk, but a run has one of them beside the GPU; the "
@@ -152,7 +166,7 @@ class Stack:
             )
         if any(recompute == "none" and store != "gpu" for recompute, store in self._pairs):
             found.append(
-                f"store={self.far!r} has nothing to hold with recompute='none', where autograd keeps every activation "
+                f"store={self.offload!r} has nothing to hold with recompute='none', where autograd keeps every activation "
                 "on the GPU; use recompute='keep_attention' or 'layer', or store='gpu'"
             )
         if self.engine == "streamed" and "none" in self._recomputes:
@@ -183,33 +197,20 @@ class Stack:
         ]
 
     def _type_violations(self) -> Iterable[str]:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in PER_LAYER and isinstance(value, tuple):
-                good, want = bool(value) and all(isinstance(each, str) for each in value), "one string per layer"
-            elif field.name in ("recompute", "store", "engine", "attention"):
-                good, want = isinstance(value, str), "a string"
-            elif field.name == "shard_parameters":
-                good, want = isinstance(value, bool), "True or False"
-            elif field.name == "hold":
-                good, want = value is None or isinstance(value, bool), "True, False or None"
+        for declared in fields(Stack):
+            value, kind = getattr(self, declared.name), str(declared.type)
+            if isinstance(value, PerLayer):
+                good, want = bool(value) and all(isinstance(word, str) for word in value), "one string per layer"
             else:
-                optional = field.name in ("heads_per_stage", "tile")
-                good = (isinstance(value, int) and not isinstance(value, bool)) or (optional and value is None)
-                want = "a whole number" + (" or None" if optional else "")
+                scalar, want = _SCALARS[kind.partition(" ")[0]]
+                optional = kind.endswith("| None")
+                good = isinstance(value, scalar) and (scalar is bool or not isinstance(value, bool))
+                good, want = good or (optional and value is None), want + " or None" * optional
             if not good:
-                yield f"{field.name}={value!r} must be {want}"
+                yield f"{declared.name}={value!r} must be {want}"
 
 
-def _per_layer(text: str) -> str | tuple[str, ...]:
-    """ "6 layer + 10 keep_attention" -> one for each layer; what cannot be read stays as it is and is refused by name."""
-    found: list[str] = []
-    for part in text.split("+"):
-        count, _, kind = part.strip().partition(" ")
-        if not count.isdigit():
-            return text
-        found += [kind.strip()] * int(count)
-    return tuple(found)
+_SCALARS = {"int": (int, "a whole number"), "bool": (bool, "True or False"), "str": (str, "a string")}
 
 
 def require(violations: list[str], subject: str) -> None:

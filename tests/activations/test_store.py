@@ -68,7 +68,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """No host memory for puts: all goes through the disk."""
-    monkeypatch.setattr(near, "NEAR", 0)
+    monkeypatch.setattr(near, "HOST_CACHE", 0)
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
@@ -258,7 +258,7 @@ def test_misuse_is_an_error(kind: str, opened: Opener) -> None:
     with pytest.raises(RuntimeError, match="already taken"):
         store.take(handle)
     with pytest.raises(RuntimeError, match="already taken"):
-        store.settle(handle)
+        store.wait_copied(handle)
     with pytest.raises(ValueError, match="strided"):
         store.put([torch.ones(3).to_sparse()])
     with pytest.raises(ValueError, match="meta"):
@@ -289,7 +289,7 @@ def test_dropped_handles_release(kind: str, opened: Opener) -> None:
         assert len(store) == 0
         if isinstance(store, DiskStore):
             assert store.idle_bytes == store.held_bytes  # what it waits for is over soon
-            assert store._near.idle_bytes == store._near.held_bytes > 0
+            assert store._cache.idle_bytes == store._cache.held_bytes > 0
         assert store.idle_bytes == store.held_bytes
         held.append(store.held_bytes)
     assert len(set(held)) == 1
@@ -308,7 +308,7 @@ def test_settle_allows_writes_in_place(kind: str, opened: Opener) -> None:
     store = opened(kind)
     x = torch.arange(200_000)
     handle = store.put([x])
-    store.settle(handle)
+    store.wait_copied(handle)
     x.zero_()
     assert_same(store.take(handle), [torch.arange(200_000)])
 
@@ -318,7 +318,7 @@ def test_let_go_holds_nothing_that_is_under_way(kind: str, opened: Opener) -> No
     store = opened(kind)
     kept = [torch.arange(200_000) + number for number in range(3)]
     handles = [store.put([x]) for x in kept]
-    store.let_go()
+    store.flush()
     if kind != "gpu":  # which refers to what it was given
         for x in kept:
             x.zero_()
@@ -348,9 +348,9 @@ def go_when_waited_for(monkeypatch: pytest.MonkeyPatch, store: Store, go: thread
     monkeypatch.setattr(store._waits, "span", lambda stream: (go.set(), span(stream))[1])
 
 
-@pytest.mark.parametrize("budget", [0, near.NEAR])
+@pytest.mark.parametrize("budget", [0, near.HOST_CACHE])
 def test_disk_store_notices_early_writes(budget: int, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "NEAR", budget)
+    monkeypatch.setattr(near, "HOST_CACHE", budget)
     store, x = opened("disk"), torch.ones(3)
     go = held_up(monkeypatch, pipe.Staging, "copy")
     handle = store.put([x])
@@ -391,7 +391,7 @@ def test_a_late_write_is_not_counted_after_a_reset(
     budget: int, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put that was dropped while a thread wrote it: that write belongs to the counts before the reset."""
-    monkeypatch.setattr(near, "NEAR", budget)
+    monkeypatch.setattr(near, "HOST_CACHE", budget)
     store, go = opened("disk"), held_up(monkeypatch, ScratchFile, "write")
     writing, write = threading.Event(), ScratchFile.write
     monkeypatch.setattr(ScratchFile, "write", lambda *args: (writing.set(), write(*args))[1])
@@ -574,7 +574,7 @@ from typing import Any
 from ithaca.engine.offload.choice import open_store
 store = open_store("disk", device=torch.device("cpu"), scratch=Path({folder!r}))
 handle = store.put([torch.ones(1_000_000)])
-store.settle(handle)
+store.wait_copied(handle)
 print("kept", flush=True)
 sys.stdin.read()  # for ever, unless the test is gone
 """
@@ -640,20 +640,20 @@ def test_what_was_read_ahead_is_not_read_again(opened: Opener, monkeypatch: pyte
     kept = [[torch.full((size,), float(i)), torch.arange(7) + i] for i in range(4)]
     handles = [store.put(tensors) for tensors in kept]
     for handle in handles:
-        store.settle(handle)
+        store.wait_copied(handle)
     offsets = counted_reads(monkeypatch)
     nbytes = sum(handle.nbytes for handle in handles[1:3]) + 100_000
-    store.ahead(handles[3].order, nbytes)  # the two before the last, newest first; the first has no room
+    store.prefetch(handles[3].order, nbytes)  # the two before the last, newest first; the first has no room
     for _ in range(3):
         for i in (2, 1):
-            assert_same(store.read(handles[i]), kept[i])
+            assert_same(store.peek(handles[i]), kept[i])
     once = len(offsets)
     assert once == 2 * 4, "of both, three chunks and one with the rest and the small tensor"
     assert_same(store.take(handles[0]), kept[0])
     assert len(offsets) > once
     for i in (2, 1, 3):
         assert_same(store.take(handles[i]), kept[i])
-    assert isinstance(store, DiskStore) and store._near.idle_bytes == store._near.held_bytes > 0
+    assert isinstance(store, DiskStore) and store._cache.idle_bytes == store._cache.held_bytes > 0
 
 
 @pytest.mark.usefixtures("far")
@@ -661,7 +661,7 @@ def test_reading_ahead_of_dropped_handles(opened: Opener) -> None:
     store = opened("disk")
     handles = [store.put([torch.full((300_000,), float(i))]) for i in range(5)]
     last = handles[-1].order
-    store.ahead(last, 10**9)
+    store.prefetch(last, 10**9)
     del handles[1:3]
     gc.collect()
     for i, handle in zip((4, 3, 0), reversed(handles), strict=True):
@@ -674,8 +674,8 @@ def test_no_reading_ahead_without_memory_for_it(opened: Opener, monkeypatch: pyt
     assert isinstance(store, DiskStore)
     monkeypatch.setattr(near, "available_memory", lambda: 1000)
     handles = [store.put([torch.ones(1000)]) for _ in range(2)]
-    store.ahead(handles[1].order, 4000)
-    assert store._near.held_bytes == 0
+    store.prefetch(handles[1].order, 4000)
+    assert store._cache.held_bytes == 0
     assert_same(store.take(handles[0]), [torch.ones(1000)])
 
 
@@ -684,25 +684,25 @@ def test_a_disk_that_fails_while_reading_ahead(opened: Opener, monkeypatch: pyte
     store = opened("disk")
     handles = [store.put([torch.ones(1_000_000)]) for _ in range(3)]
     for handle in handles:
-        store.settle(handle)
+        store.wait_copied(handle)
 
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(scratch.os, "preadv", broken)
-    store.ahead(handles[2].order, 10**9)
+    store.prefetch(handles[2].order, 10**9)
     with pytest.raises(OSError, match=r"reading from scratch folder .*Input/output error.*check the disk"):
         store.take(handles[1])
 
 
 def test_the_brief_store_of_a_disk_is_memory(opened: Opener) -> None:
     store = opened("disk")
-    handle = store.brief.put([torch.ones(10)])
-    assert store.brief.kind == "host" and handle.store is store.brief
+    handle = store.scratch_store.put([torch.ones(10)])
+    assert store.scratch_store.kind == "host" and handle.store is store.scratch_store
     assert len(store) == 1 and store.report().puts == 1
-    assert_same(store.brief.take(handle), [torch.ones(10)])
+    assert_same(store.scratch_store.take(handle), [torch.ones(10)])
     store.reset()
-    assert len(store) == 0 and store.report().puts == 0 and opened("host").brief.kind == "host"
+    assert len(store) == 0 and store.report().puts == 0 and opened("host").scratch_store.kind == "host"
 
 
 # What was put last stays in host memory.
@@ -711,7 +711,7 @@ def test_the_brief_store_of_a_disk_is_memory(opened: Opener) -> None:
 def near_store(opened: Opener, monkeypatch: pytest.MonkeyPatch, chunks: int) -> DiskStore:
     """A disk store with small chunks, and host memory for so many of them."""
     monkeypatch.setattr(transfer, "CHUNK", 2 * BLOCK)
-    monkeypatch.setattr(near, "NEAR", chunks * 2 * BLOCK)
+    monkeypatch.setattr(near, "HOST_CACHE", chunks * 2 * BLOCK)
     store = opened("disk")
     assert isinstance(store, DiskStore)
     return store
@@ -730,7 +730,7 @@ def wait_for_file(store: DiskStore) -> None:
 
 
 def near_handles(store: DiskStore) -> list[bool]:
-    return [entry.near is not None for entry in store._live.values()]
+    return [entry.cached is not None for entry in store._live.values()]
 
 
 def test_the_newest_come_back_without_the_disk(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -747,7 +747,7 @@ def test_the_newest_come_back_without_the_disk(opened: Opener, monkeypatch: pyte
         for i in (4, 3, 2, 1, 0):
             assert_same(store.take(handles.pop()), [filled(i)])
         assert len(offsets) == 4
-        assert store._near.held_bytes == store._near.idle_bytes == near.NEAR
+        assert store._cache.held_bytes == store._cache.idle_bytes == near.HOST_CACHE
         assert store.held_bytes == store.idle_bytes == 8 * 2 * BLOCK, f"step {step}"
 
 
@@ -759,7 +759,7 @@ def test_room_is_made_by_the_oldest_and_no_more_than_needed(opened: Opener, monk
     assert near_handles(store) == [True] * 4
     handles.append(store.put([filled(4, 1.5)]))  # two buffers: the first put has one, the second two
     assert near_handles(store) == [False, False, True, True, True]
-    assert store._near.idle_bytes == 2 * BLOCK and store._near.held_bytes == near.NEAR
+    assert store._cache.idle_bytes == 2 * BLOCK and store._cache.held_bytes == near.HOST_CACHE
     wait_for_file(store)
     handles.append(store.put([filled(5, 6.5)]))  # more than all of it: nobody gives way
     assert near_handles(store) == [False, False, True, True, True, False]
@@ -788,16 +788,16 @@ def test_a_slow_disk_holds_nobody_up(opened: Opener, monkeypatch: pytest.MonkeyP
     handles = [store.put([filled(i)]) for i in range(6)]
     assert near_handles(store) == [True] * 3 + [False] * 3
     for handle in handles:
-        store.settle(handle)
+        store.wait_copied(handle)
     for i in (2, 1):
         assert_same(store.take(handles[i]), [filled(i)])
     assert not go.is_set() and not offsets
-    assert store._near.idle_bytes == 0, "a thread is at work on them"
+    assert store._cache.idle_bytes == 0, "a thread is at work on them"
     go.set()
     for i in (5, 4, 3, 0):
         assert_same(store.take(handles[i]), [filled(i)])
     assert len(offsets) == 3
-    assert store.idle_bytes == store.held_bytes and store._near.idle_bytes == store._near.held_bytes
+    assert store.idle_bytes == store.held_bytes and store._cache.idle_bytes == store._cache.held_bytes
 
 
 def test_bytes_of_the_file_wait_for_the_thread_that_writes_them(
@@ -816,7 +816,7 @@ def test_bytes_of_the_file_wait_for_the_thread_that_writes_them(
     handle = store.put([filled(1)])  # the file does not grow: a moment later the bytes are free
     assert go.is_set() and store.held_bytes == 2 * BLOCK
     wait_for_file(store)
-    store._near.give(store._live[handle.order].copy)
+    store._cache.give(store._live[handle.order].copy)
     assert_same(store.take(handle), [filled(1)])
 
 
@@ -849,7 +849,7 @@ def test_without_host_memory_all_goes_through_the_disk(
     else:
         monkeypatch.setattr(near, "HostBuffer", refuse)
     handles = [store.put([filled(i)]) for i in range(4)]
-    store.ahead(handles[3].order, 3 * 2 * BLOCK)
+    store.prefetch(handles[3].order, 3 * 2 * BLOCK)
     assert near_handles(store) == ([False] * 4 if way == "pin" else [True] * 3 + [False])  # ahead may take half
     assert len(tried) == (way == "pin")
     for i in reversed(range(4)):
@@ -861,12 +861,12 @@ def test_reading_ahead_and_puts_share_memory(opened: Opener, monkeypatch: pytest
     for i in range(6):
         handles.append(store.put([filled(i)]))
         wait_for_file(store)
-    store.ahead(handles[5].order, 3 * 2 * BLOCK)  # the newest of the three is near
+    store.prefetch(handles[5].order, 3 * 2 * BLOCK)  # the newest of the three is near
     assert near_handles(store) == [False, False, True, True, True, True] and len(offsets) <= 2
     wait_for_file(store)
     handles.append(store.put([filled(6)]))  # the oldest that is near gives way, read ahead or not
     assert near_handles(store) == [False, False, False, True, True, True, True]
-    assert store._near.held_bytes == 4 * 2 * BLOCK
+    assert store._cache.held_bytes == 4 * 2 * BLOCK
     for i in reversed(range(7)):
         assert_same(store.take(handles[i]), [filled(i)])
     assert len(offsets) == 2 + 3
@@ -894,7 +894,7 @@ def test_closing_under_way(chunks: int, opened: Opener, monkeypatch: pytest.Monk
     go = held_up(monkeypatch, scratch.ScratchFile, "write")
     read = held_up(monkeypatch, scratch.ScratchFile, "read")
     handles = [store.put([filled(i, 3)]) for i in range(8)]
-    store.ahead(handles[-1].order, 10**9)
+    store.prefetch(handles[-1].order, 10**9)
     for entry in list(store._live.values())[-2:]:
         entry.arrival = store._fetch(entry)
     join = threading.Thread.join
@@ -956,23 +956,23 @@ def test_everything_at_random(chunks: int, opened: Opener, monkeypatch: pytest.M
             handle, want = kept.pop(-1 if action == "take" else at)
             assert_same(store.take(handle), want)
         elif action == "read":
-            assert_same(store.read(kept[at][0], then=choose.choice(kept)[0]), kept[at][1])
+            assert_same(store.peek(kept[at][0], then=choose.choice(kept)[0]), kept[at][1])
         elif action == "drop":
             del kept[at]
         elif action == "ahead":
-            store.ahead(kept[at][0].order, choose.randrange(20) * BLOCK)
+            store.prefetch(kept[at][0].order, choose.randrange(20) * BLOCK)
         else:
             x = filled(number)
             handle = store.put([x])
-            store.settle(handle)
+            store.wait_copied(handle)
             kept.append((handle, [x.clone()]))
             x.zero_()
-        held = [buffer for copy in store._near._copies.values() for buffer in copy.buffers] + store._near._idle
-        assert len(held) == len(set(held)) == len(store._near._all)
+        held = [buffer for copy in store._cache._copies.values() for buffer in copy.buffers] + store._cache._idle
+        assert len(held) == len(set(held)) == len(store._cache._all)
         assert len(store) == len(kept)
-    assert chunks or store._near.held_bytes > 0, "even then something is read ahead"
+    assert chunks or store._cache.held_bytes > 0, "even then something is read ahead"
     while kept:
         handle, want = kept.pop()
         assert_same(store.take(handle), want)
-    assert store.idle_bytes == store.held_bytes and store._near.idle_bytes == store._near.held_bytes
+    assert store.idle_bytes == store.held_bytes and store._cache.idle_bytes == store._cache.held_bytes
     assert len(store) == 0

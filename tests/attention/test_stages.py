@@ -36,7 +36,7 @@ class Noted:
             every = torch.randn(count, SHAPE.rows, SHAPE.tokens, SHAPE.head_dim, generator=generator)
             value.copy_(every[heads[name]])
 
-    def park(self, sums):
+    def stash(self, sums):
         return lambda: sums
 
     def receive(self, stage, heads, grads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ithaca.config import split_overrides
+from ithaca.stack import PerLayer
 
 from .runs import GOOD, mistakes, run
 
@@ -23,7 +24,8 @@ from .runs import GOOD, mistakes, run
         ("train.deterministic=yes", True),
         ("train.weight-decay=0.5", 0.5),
         ("stack.recompute=none", "none"),
-        ("stack.recompute=layer,keep_attention", ("layer", "keep_attention")),
+        ("stack.recompute=layer,keep_attention", PerLayer(("layer", "keep_attention"))),
+        ("stack.recompute=1 layer + 2 keep_attention", PerLayer(("layer", *["keep_attention"] * 2))),
         ("stack.tile=8K", 8192),
         ("stack.tile=none", None),
         ("launch.gpu_memory=80GB", 80_000_000_000),

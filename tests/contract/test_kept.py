@@ -109,8 +109,8 @@ def test_each_layer_is_kept_once_and_taken_once(engine: str, hold: bool | None, 
     # the streamed layer puts the gradient of the attention output too unless it stays, and reads pieces without taking them
     passing = 0 if hold and store != "gpu" else 1
     # of a layer that waits on disk, the attention output is also kept near until its forward ends
-    near = LAYERS - 1 if store == "disk" and hold is False else 0
-    assert report.puts == (LAYERS if engine == "composed" else (3 + passing) * LAYERS + near)
+    cached = LAYERS - 1 if store == "disk" and hold is False else 0
+    assert report.puts == (LAYERS if engine == "composed" else (3 + passing) * LAYERS + cached)
     assert report.takes == LAYERS
     assert run.report()["store"].puts == 0, "a report starts the counts again"
 
@@ -118,8 +118,8 @@ def test_each_layer_is_kept_once_and_taken_once(engine: str, hold: bool | None, 
 def test_pieces_are_fetched_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
     """Of a pass over the pieces of a tensor only the first is not on its way already."""
     run = prepared(store="host", tile=1, heads_per_stage=4, shard_parameters=False, hold=False)
-    plain, reads = run.store.read, []
-    monkeypatch.setattr(run.store, "read", lambda handle, then=None: reads.append(handle) or plain(handle, then))
+    plain, reads = run.store.peek, []
+    monkeypatch.setattr(run.store, "peek", lambda handle, then=None: reads.append(handle) or plain(handle, then))
     run.loss(run.shard(tokens(1, 48))).backward()
     stages = len(run.schedule)
     # forward: attention output. Backward: input and attention output; in each stage the input to project and again to
@@ -132,8 +132,8 @@ def test_pieces_are_fetched_before_they_are_asked_for(monkeypatch: pytest.Monkey
 def test_pieces_that_stay_come_back_once(monkeypatch: pytest.MonkeyPatch):
     """With hold=True forward reads nothing, and backward each piece of the input and of the attention output once."""
     run = prepared(store="host", tile=1, heads_per_stage=4, shard_parameters=False, hold=True)
-    plain, reads = run.store.read, []
-    monkeypatch.setattr(run.store, "read", lambda handle, then=None: reads.append(id(handle)) or plain(handle, then))
+    plain, reads = run.store.peek, []
+    monkeypatch.setattr(run.store, "peek", lambda handle, then=None: reads.append(id(handle)) or plain(handle, then))
     loss = run.loss(run.shard(tokens(1, 48)))
     assert not reads
     report = run.store.report()
@@ -185,10 +185,10 @@ def test_each_layer_keeps_where_it_was_told(engine: str, hold: bool | None, stor
     alone.loss(alone.shard(tokens())).backward()
     run = prepared(**stack, store=store, hold=hold)
     loss = run.loss(run.shard(tokens()))
-    assert run.store.kind == run.stack.far != "gpu"
-    assert len(run.store) == len(run.near) > 0, "each has what one layer keeps"
+    assert run.store.kind == run.stack.offload != "gpu"
+    assert len(run.store) == len(run.on_device) > 0, "each has what one layer keeps"
     loss.backward()
-    assert len(run.store) == len(run.near) == 0
+    assert len(run.store) == len(run.on_device) == 0
     for (name, ours), theirs in zip(run.model.named_parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name  # pyright: ignore[reportArgumentType]
 

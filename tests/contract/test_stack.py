@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ithaca.stack import ATTENTION, RECOMPUTE, STORES, Stack, require
+from ithaca.stack import ATTENTION, RECOMPUTE, STORES, PerLayer, Stack, require
 
 WRONG_VALUES = [
     (Stack(ulysses=0), ["ulysses=0", "at least 1", "use 1 to switch it off"]),
@@ -59,9 +59,25 @@ def test_the_default_and_every_listed_choice_are_fine():
 def test_layers_may_differ():
     stack = Stack(recompute="1 layer + 2 none", store="1 host + 2 gpu")
     assert stack.violations() == [], "the layers that keep everything keep it on the GPU"
-    assert [stack.store_of(layer) for layer in range(3)] == ["host", "gpu", "gpu"] and stack.far == "host"
+    assert [stack.store_of(layer) for layer in range(3)] == ["host", "gpu", "gpu"] and stack.offload == "host"
     assert stack.words("store") == "1 host + 2 gpu" and stack.words("tile") == 4096
-    assert Stack().far == Stack(store=("gpu", "gpu")).far == "gpu"
+    assert Stack().offload == Stack(store=("gpu", "gpu")).offload == "gpu"
+
+
+@pytest.mark.parametrize("text", ["6 layer + 10 keep_attention", "16 layer", "1 host + 1 gpu + 1 host"])
+def test_one_word_for_each_layer_comes_back_as_it_was_written(text: str):
+    read = PerLayer.read(text)
+    assert read is not None and str(read) == text and PerLayer.read(str(read)) == read
+    assert Stack(recompute=text).recompute == read and Stack(recompute=tuple(read)).words("recompute") == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "layer", "6", "6 + 10 layer", "layer + 6", "6 layer +", "² layer", "0 layer", "999999999 layer", "-1 layer"],
+)
+def test_what_names_no_layers_is_refused_as_it_was_written(text: str):
+    (line,) = Stack(store="gpu", recompute=text, engine="streamed").violations() or ["fine"]
+    assert line.startswith(f"recompute={text!r} is unknown") or (text, line) == ("layer", "fine")
 
 
 def test_a_stack_is_plain_data():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
 import pytest
 
 from ithaca.base.processes.tasks import run_tasks
@@ -32,9 +33,11 @@ def start(job: Any):
     return handle
 
 
-def left_behind() -> list[Any]:
-    """Processes of the pool; other tests may have some of their own."""
-    return [each for each in multiprocessing.active_children() if "ithaca rank" not in each.name]
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    before = psutil.Process().children()  # other tests may have some of their own
+    yield
+    assert not set(psutil.Process().children()) - {*before}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -43,7 +46,6 @@ def test_results_come_in_order(workers: int):
     results = run_tasks(start, None, list(range(20)), workers, reports.append)
     assert [value for value, _ in results] == [i * i for i in range(20)] and len(reports) == 20
     assert (os.getpid() in {pid for _, pid in results}) == (workers == 1)
-    assert not left_behind()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,6 @@ def test_results_come_in_order(workers: int):
 def test_failures(tasks: list[Any], kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
         run_tasks(start, None, tasks, 2, lambda report: None)
-    assert not left_behind()
 
 
 def test_of_several_failures_the_first_is_told_and_not_the_fastest(monkeypatch: pytest.MonkeyPatch):
@@ -66,7 +67,6 @@ def test_of_several_failures_the_first_is_told_and_not_the_fastest(monkeypatch: 
     )  # the last that works is heard first
     with pytest.raises(ValueError, match="bad record: value 1"):
         run_tasks(start, None, ["value 1", "value 2", 1, 2], 2, lambda report: None)
-    assert not left_behind()
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]):

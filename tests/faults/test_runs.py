@@ -261,7 +261,7 @@ import sys, threading, time
 from types import SimpleNamespace
 from ithaca.base import faults
 from ithaca.cli.main import main
-from ithaca.training.launch import peers, pulse
+from ithaca.training.launch import heartbeat, peers
 
 hang, looks = faults._ACTS["hang"].__code__, []
 
@@ -270,7 +270,7 @@ def now():
         looks.append("it hangs")
     return 86400.0 if len(looks) > 1 else 0.0
 
-pulse.PERIOD, pulse.time = 0.05, SimpleNamespace(monotonic=now)
+heartbeat.PERIOD, heartbeat.time = 0.05, SimpleNamespace(monotonic=now)
 peers.time = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)  # nobody is there to read a verdict
 sys.exit(main(sys.argv[1:]))
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,10 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
-from ithaca.base.processes.pool import _ensure_fork_server
+from ithaca.base.processes.pool import ready_template
 from ithaca.base.processes.signals import Stop, StoppedAtOnce, StoppedEarly
+from ithaca.base.processes.worker import Worker, stop
 from ithaca.cli.main import build_parser, main
-from ithaca.storage.dcp_errors import plainly
+from ithaca.storage.dcp import plainly
 
 from ..conftest import PRELOAD
 
@@ -29,7 +29,7 @@ ALONE = ["--launch.cpu", "1", "--stack.ulysses", "1", "--stack.ring", "1", "--st
 TINY = ["--recipe", "tiny_cpu", "--data.context", "64", "--train.rows", "1", "--train.warmup", "0"]
 
 
-def halting(cwd: str, where: str, verb: list[str]) -> None:
+def halting(_: object, cwd: str, where: str, verb: list[str]) -> None:
     """In a process of its own: a verb, up to this function, which says so and stays."""
     os.chdir(cwd)
     files = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in ("said", "here")]
@@ -49,24 +49,20 @@ def halting(cwd: str, where: str, verb: list[str]) -> None:
 
 def stopped(cwd: Path, where: str, verb: Sequence[object], number: int) -> tuple[int | None, str, list[psutil.Process]]:
     """Run a verb up to a function, and signal it there. -> exit code, what it said, the processes it had started"""
-    _ensure_fork_server(PRELOAD, 1)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     os.mkfifo(cwd / "here")
-    process = multiprocessing.get_context("forkserver").Process(
-        target=halting, args=(str(cwd), where, [*map(str, verb)])
-    )
-    process.start()
-    assert process.pid is not None
+    verb = [*map(str, verb)]
+    worker = Worker("verb", halting, str(cwd), where, verb, environ=environ, template=ready_template(PRELOAD, environ))
     with open(cwd / "here") as here:  # until somebody writes there
         assert here.read(4) == "here", (cwd / "said").read_text()
-        children = psutil.Process(process.pid).children(recursive=True)
-        # that of multiprocessing ends a moment after its process has
-        children = [each for each in children if "resource_tracker" not in " ".join(each.cmdline())]
-        os.kill(process.pid, number)
-        process.join()
+        children = psutil.Process(worker.process.pid).children(recursive=True)
+        worker.process.send(number)
+        code = worker.process.wait()
+    stop([worker])
     said = (cwd / "said").read_text()
     for name in ("said", "here"):
         (cwd / name).unlink()
-    return process.exitcode, said, children
+    return code, said, children
 
 
 @pytest.fixture(scope="module")

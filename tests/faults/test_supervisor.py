@@ -33,14 +33,14 @@ import json, math, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from ithaca.config.schema import Launch, Timeouts
-from ithaca.training.launch import blame, local, process, supervise
+from ithaca.training.launch import hang, local, process, supervise
 from ithaca.base.processes.fork_server import Template
 from ithaca.base.run_folder import RunFolder
 
 options = json.loads(sys.argv[1])
 supervise.GRACE_SECONDS, local.SETTLE_SECONDS = options["grace"], 0.0  # ranks here fail one at a time
 local.DUMP_SECONDS = local.STRAGGLING_SECONDS = math.inf  # every rank answers, and comes along
-blame.QUIET = math.inf  # where machines are slow, anybody may be quiet for long
+hang.QUIET = math.inf  # where machines are slow, anybody may be quiet for long
 
 if options["silence"] is not None:
     # Time counts the rounds in which all ranks but the last were heard, and begins when the test says so
@@ -71,12 +71,12 @@ from dataclasses import asdict
 from pathlib import Path
 if "ITHACA_TEMPLATE" in os.environ:
     from ithaca.base.processes.fork_server import serve
-    serve(["ithaca.base.faults", "ithaca.training.launch.pulse", "ithaca.base.run_folder"])
+    serve(["ithaca.base.faults", "ithaca.training.launch.heartbeat", "ithaca.base.run_folder"])
 while Path("slow_start").exists(): time.sleep(0.01)  # what comes before the first sign of life takes seconds in a real run
 from ithaca.base import faults
 from ithaca.config.schema import Timeouts
 from ithaca.base.processes import signals as stop
-from ithaca.training.launch import pulse
+from ithaca.training.launch import heartbeat
 from ithaca.base.processes.system import LAUNCHER
 from ithaca.base.processes.system import tie_to_launcher
 from ithaca.base.run_folder import RunFolder
@@ -84,7 +84,7 @@ from ithaca.base.run_folder import RunFolder
 rank, world, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "ITHACA_ATTEMPT"))
 folder, done = RunFolder("run"), Path("run/done")
 this = f"{os.environ[LAUNCHER]}-{attempt}"  # a run may be started again in its folder
-pulse.PERIOD = 0.05
+heartbeat.PERIOD = 0.05
 stop._AS_ONE = math.inf  # signals that a test sends together are one, however far apart they come
 # a frame of a collective, as far as its file name goes; like one it calls nothing that is written in Python
 barrier = {"listdir": os.listdir, "sleep": time.sleep}
@@ -111,7 +111,7 @@ def carry(beat):
     """To the launcher, and for the test to see. Rank 0 alone is ever late: it is heard first, so what the others said before is
     known when it is judged."""
     late = rank == 0 and Path(f"late-{attempt}").exists()
-    pulse.tell(os.environ, {"beat": {**asdict(beat), "limit": 0.0 if late else None}})
+    heartbeat.tell(os.environ, {"beat": {**asdict(beat), "limit": 0.0 if late else None}})
     if beat.where:
         Path(f"stands-{attempt}-{rank}").write_text(f"step {beat.step}: {beat.where}")
 
@@ -120,7 +120,7 @@ code = 0
 try:
     with stop.listen() as asked:
         try:
-            pulse.begin(Timeouts(), carry)
+            heartbeat.begin(Timeouts(), carry)
             faults.arm(faults.parse_all(sys.argv[1:], os.environ), rank, folder.path)
             step = int(done.read_text()) if done.exists() else 0
             print("ready", flush=True)
@@ -130,7 +130,7 @@ try:
             while step < 6 and code == 0:
                 step += 1
                 faults.at(step)
-                pulse.section("step", step)
+                heartbeat.section("step", step)
                 note("running")
                 faults.reach("fwd")
                 meet(step)

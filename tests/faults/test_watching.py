@@ -1,4 +1,4 @@
-"""The parts of the supervisor that need no process: limits that adapt, who is to blame, when to try again, what is slow."""
+"""The parts of the supervisor that need no process: limits that adapt, who hangs, when to try again, what is slow."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ithaca.base import exits
 from ithaca.config.schema import Config, Data, Model, Timeouts, Train
 from ithaca.observe.stragglers import WINDOW, Stragglers
 from ithaca.storage.files import CheckpointError
-from ithaca.training.launch import pulse
-from ithaca.training.launch.blame import Sign, to_blame, words
+from ithaca.training.launch import heartbeat
+from ithaca.training.launch.hang import Sign, describe_hang, hanging_ranks
+from ithaca.training.launch.heartbeat import Beat, Heartbeat
 from ithaca.training.launch.local import Outcome
-from ithaca.training.launch.memory import oom_kills
-from ithaca.training.launch.pulse import Beat, Pulse
+from ithaca.training.launch.process import oom_kills
 from ithaca.training.launch.supervise import Policy
 from ithaca.training.resume import changes, topology
 from ithaca.training.saving import Saver, grace_of
@@ -26,9 +26,9 @@ from ithaca.training.saving import Saver, grace_of
 
 def test_a_slow_run_is_not_taken_for_a_hanging_one(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0]))
     said: list[Beat] = []
-    mine = Pulse(Timeouts(), said.append)
+    mine = Heartbeat(Timeouts(), said.append)
     mine.expect(1200.0)  # a step of 10 M tokens, as planned
     mine.section("data", 1)
     mine.section("step", 1)
@@ -46,8 +46,8 @@ def test_a_slow_run_is_not_taken_for_a_hanging_one(monkeypatch: pytest.MonkeyPat
     assert said[-1].limit == 5000
     mine.section("pack", 2)
     assert said[-1].limit is None
-    assert Pulse(Timeouts(), said.append).limit("step") == 3600  # without a plan: twice the limit of a step
-    assert Pulse(Timeouts(step=None), said.append).limit("step") is None
+    assert Heartbeat(Timeouts(), said.append).limit("step") == 3600  # without a plan: twice the limit of a step
+    assert Heartbeat(Timeouts(step=None), said.append).limit("step") is None
 
 
 def sign(
@@ -59,7 +59,7 @@ def sign(
 
 
 @pytest.mark.parametrize(
-    ("signs", "blamed", "text"),
+    ("signs", "hanging", "text"),
     [
         ([sign(0), sign(1, stopped=True), sign(2)], [1], "rank 1 (pid 11) is stopped (SIGSTOP?) in step 41, for 60 s"),
         ([sign(0), sign(1), sign(2, heard=30.0)], [2], "rank 2 (pid 12) gave no sign of life for 70 s in step 41"),
@@ -71,10 +71,10 @@ def sign(
         ([sign(0), Sign(1, "rank 1 (pid 11)", 10.0)], [1], "rank 1 (pid 11) made no progress for 90 s while starting"),
     ],
 )  # fmt: skip
-def test_the_one_to_blame(signs: list[Sign], blamed: list[int], text: str):
-    found = to_blame(signs, 100.0)
-    assert [each.rank for each in found] == blamed
-    assert text in words(found, 100.0, len(signs))
+def test_the_one_that_hangs(signs: list[Sign], hanging: list[int], text: str):
+    found = hanging_ranks(signs, 100.0)
+    assert [each.rank for each in found] == hanging
+    assert text in describe_hang(found, 100.0, len(signs))
 
 
 def test_late_and_silent():

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ithaca.engine.objective import cross_entropy as losses
-from ithaca.engine.objective.cross_entropy import IGNORE, LossTerms, cap, cross_entropy_sum, fuses, tiled_loss
+from ithaca.engine.objective.cross_entropy import IGNORE, LossKernel, LossTerms, cap, cross_entropy_sum, tiled_loss
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -35,7 +34,7 @@ def distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("tile", [None, 10])
 def test_like_the_operators(vocabulary, terms, dtype, tile, monkeypatch):
     """The kernel is no further from float64 than torch's operators on the same tiles."""
-    assert fuses(CUDA, dtype, terms), "Triton is missing"
+    assert LossKernel().fuses(CUDA, dtype, terms), "Triton is missing"
     x, weight, labels = problem(vocabulary, dtype)
 
     def ours():
@@ -43,7 +42,7 @@ def test_like_the_operators(vocabulary, terms, dtype, tile, monkeypatch):
         return loss, *torch.autograd.grad(loss, (x, weight))
 
     fused = ours()
-    monkeypatch.setattr(losses, "fuses", lambda *_: False)
+    monkeypatch.setattr(LossKernel, "fuses", lambda *_: False)
     plain = ours()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     exact = cross_entropy_sum(F.linear(*wide), labels, terms) / 31
@@ -66,7 +65,7 @@ def test_without_gradients_and_without_supervision():
 
 def test_a_soft_cap_goes_by_the_operators():
     terms = LossTerms(logit_cap=3.0)
-    assert not fuses(CUDA, torch.bfloat16, terms)
+    assert not LossKernel().fuses(CUDA, torch.bfloat16, terms)
     x, weight, labels = problem(257, torch.float32)
     loss = tiled_loss(x, labels, lambda t: F.linear(t, weight), [weight], tile=8, terms=terms, scale=1.0)
     expected = cross_entropy_sum(cap(F.linear(x, weight), 3.0), labels, LossTerms())

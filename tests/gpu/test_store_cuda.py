@@ -111,7 +111,7 @@ def test_no_race_under_load(kind: str, drop: bool, tmp_path: Path) -> None:
 def test_no_race_while_copies_give_way(chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory for a few puts of two chunks each: the buffers change hands all the time."""
     monkeypatch.setattr(transfer, "CHUNK", 4 << 20)
-    monkeypatch.setattr(near, "NEAR", chunks * (4 << 20))
+    monkeypatch.setattr(near, "HOST_CACHE", chunks * (4 << 20))
     choose, elements = random.Random(0), 1 << 20
     wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
     with open_store("disk", device=CUDA, scratch=tmp_path) as store:
@@ -120,8 +120,8 @@ def test_no_race_while_copies_give_way(chunks: int, tmp_path: Path, monkeypatch:
             wrong += stressed_step(store, choose, layers=10, elements=elements, drop=drop)
         assert wrong.item() == 0
         assert store.idle_bytes == store.held_bytes
-        assert store._near.idle_bytes == store._near.held_bytes == (chunks // 2 * 2) * (4 << 20)
-        assert all(buffer.bytes.is_pinned() for buffer in store._near._all)
+        assert store._cache.idle_bytes == store._cache.held_bytes == (chunks // 2 * 2) * (4 << 20)
+        assert all(buffer.bytes.is_pinned() for buffer in store._cache._all)
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_let_go_gives_memory_back_without_another_put(kind: str, tmp_path: Path)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         handles = [store.put([torch.full((size,), number, dtype=torch.uint8, device=CUDA)]) for number in (1, 2)]
-        store.let_go()
+        store.flush()
         assert torch.cuda.memory_allocated() - before < size // 8
         reused = torch.zeros(2 * size, dtype=torch.uint8, device=CUDA)  # the memory they came from
         for number in (2, 1):
@@ -307,7 +307,7 @@ def test_settle_allows_writes_in_place(kind: str, tmp_path: Path) -> None:
             x.fill_(layer)
             delay_lanes(store, choose)
             handles.append(store.put([x]))
-            store.settle(handles[-1])
+            store.wait_copied(handles[-1])
         for layer in reversed(range(8)):
             wrong += (store.take(handles.pop())[0] != layer).sum()
         assert wrong.item() == 0
@@ -349,7 +349,7 @@ def test_a_store_collected_under_way_does_no_harm(kind: str, reports: int, tmp_p
 
 def test_disk_reports_and_bounds(tmp_path: Path, two_under_way: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With host memory for none of it: what the disk itself costs."""
-    monkeypatch.setattr(near, "NEAR", 0)
+    monkeypatch.setattr(near, "HOST_CACHE", 0)
     unit, slack = 1 << 26, 1 << 22
     with open_store("disk", device=CUDA, scratch=tmp_path) as store:
         assert isinstance(store, DiskStore)
@@ -375,8 +375,8 @@ def test_what_is_near_does_not_wait_for_the_disk(
     unit, slack, reports, reads = 1 << 26, 1 << 22, {}, []
     read = scratch.ScratchFile.read
     monkeypatch.setattr(scratch.ScratchFile, "read", lambda *args: (reads.append(args[2]), read(*args))[1])
-    for budget in (near.NEAR, 0):
-        monkeypatch.setattr(near, "NEAR", budget)
+    for budget in (near.HOST_CACHE, 0):
+        monkeypatch.setattr(near, "HOST_CACHE", budget)
         with open_store("disk", device=CUDA, scratch=tmp_path) as store:
             assert isinstance(store, DiskStore)
             compute_and_keep(store, 0, layers=8)  # pins
@@ -388,7 +388,7 @@ def test_what_is_near_does_not_wait_for_the_disk(
             compute_and_keep(store, 0, layers=8)
             assert torch.cuda.max_memory_allocated() - before <= 3 * unit + slack
             reports[budget] = store.report()
-            assert store._near.held_bytes == (8 * unit if budget else 0)  # pinned in the first step only
+            assert store._cache.held_bytes == (8 * unit if budget else 0)  # pinned in the first step only
             assert bool(reads) == (budget == 0)
     close, far = reports.values()
     print(f"\nnear: {close}\nfar:  {far}")
@@ -408,7 +408,7 @@ def test_more_than_two_to_the_31_elements(kind: str, tmp_path: Path) -> None:
     want = x.clone()
     with open_store(kind, device=CUDA, scratch=tmp_path) as store:  # type: ignore[arg-type]
         handle = store.put([x])
-        store.settle(handle)
+        store.wait_copied(handle)
         x.zero_()
         (got,) = store.take(handle)
         report = store.report()

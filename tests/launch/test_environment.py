@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ithaca.training.launch import Job, find_job
-from ithaca.training.launch.hosts import expand_hosts, tasks_per_node
+from ithaca.training.launch.environment import expand_hosts, tasks_per_node
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",

@@ -16,8 +16,8 @@ from ithaca.base import exits
 from ithaca.base.run_folder import RunFolder
 from ithaca.config.schema import Timeouts
 from ithaca.training.launch import Job
+from ithaca.training.launch.heartbeat import Beat
 from ithaca.training.launch.peers import Peers
-from ithaca.training.launch.pulse import Beat
 
 BEAT = Beat("step", 3, 0.1, 100.0)
 NOW = 1000.0

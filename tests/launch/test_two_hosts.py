@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 
 from ithaca.base.processes.pool import Workers
-from ithaca.storage.files import latest, step_of
+from ithaca.storage.files import latest
+from ithaca.storage.place import step_of
 
 from ..waiting import wait_until
 from .conftest import ROOT

@@ -56,14 +56,14 @@ def test_what_a_store_holds(kind, tmp_path: Path):
         gauge.begin()
         x = torch.ones(1 << 18)
         handle = store.put([x])
-        near = store.brief.put([x[:1024]])
+        near = store.scratch_store.put([x[:1024]])
         found = gauge.read()
         assert found["gpu_peak"] is None and found["copy_wait"] >= 0.0
         expected = {"gpu": (0, 0), "host": (x.nbytes + 4096, 0), "disk": (4096, x.nbytes)}[kind]
         assert (found["host_peak"], found["disk_peak"]) >= expected
         assert (found["host_peak"] > 0, found["disk_peak"] > 0) == (kind != "gpu", kind == "disk")
         store.take(handle)
-        store.brief.take(near)
+        store.scratch_store.take(near)
         gauge.begin()
         assert store.report().takes == 0
 

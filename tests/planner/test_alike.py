@@ -9,12 +9,12 @@ import pytest
 from transformers import AutoConfig
 
 from ithaca.cli.main import main
-from ithaca.config.schema import Lora
+from ithaca.engine.job import Job, Memory
 from ithaca.engine.limits import IN_FLIGHT
+from ithaca.engine.model.sizes import sizes_of
 from ithaca.planner.confirm import confirmed
 from ithaca.planner.dry_run.alike import Gap, chosen
-from ithaca.planner.dry_run.run import Case, dry_run
-from ithaca.planner.job import Memory
+from ithaca.planner.dry_run.run import dry_run
 from ithaca.planner.search import plan
 from ithaca.stack import Stack
 
@@ -36,7 +36,7 @@ LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a
             Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2),
             2 * LONG,
             2,
-            dict(lora=Lora(rank=8)),
+            dict(lora=8),
             (6, 4),
         ),
         (Stack(store="5 host + 5 gpu", tile=LONG // 2), LONG, 1, {}, (10, 8)),
@@ -56,8 +56,8 @@ LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a
 )
 def test_what_is_added_up_is_what_runs(stack: Stack, context: int, world: int, more: dict, layers: tuple[int, int]):
     config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": layers[0]})
-    case = Case(config, stack, context, world=world, **more)
-    every, some = dry_run(case, every=True), dry_run(case)
+    job = Job(sizes_of(config.to_dict(), "small"), stack, context, world, **more)
+    every, some = dry_run(job, config, every=True), dry_run(job, config)
     assert (every.executed, some.executed) == layers and every.layers == some.layers == layers[0]
     assert (some.host, some.disk) == (every.host, every.disk)
     for phase, by in every.phases.items():  # single gradients are rounded up, their sum is not

@@ -36,6 +36,28 @@ def test_the_published_peaks():
     assert rungs["+Untied Ulysses"].memory.peak / 2**30 == pytest.approx(51.1, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("pinned", "left_out"),
+    [
+        ({"tile": None}, {"+tiling"}),
+        ({"ulysses": 4, "ring": 2}, {"+Ulysses"}),
+        ({"recompute": "none"}, {"+checkpointing", "+offload", "+streamed layer"}),
+        ({"store": "disk"}, {"plain", "+FSDP", "+Ulysses", "+offload"}),
+        ({"engine": "composed", "recompute": "layer"}, {"+checkpointing", "+streamed layer"}),
+        ({"heads_per_stage": 2, "attention": "flash"}, {"+Untied Ulysses"}),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_given_is_so_on_every_rung(pinned: dict, left_out: set[str]):
+    options = {"gpus": "8xH100-80GB", "context": "1M", "layers": 2}
+    every, found = ladder("llama3_8b", **options), ladder("llama3_8b", **options, **pinned)
+    assert {rung.name for rung in every.rungs} - {rung.name for rung in found.rungs} == left_out
+    for rung in found.rungs:
+        assert {name: getattr(rung.plan.stack, name) for name in pinned} == pinned
+        assert not rung.plan.stack.violations(8)
+    assert not found.sweeps.keys() & pinned.keys()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn, page, photo = tmp_path / "ladder.svg", tmp_path / "ladder.html", tmp_path / "ladder.png"
     arguments = ["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "256K", "--json", "--svg", str(drawn)]

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import ithaca
-from ithaca.config.schema import Lora
+from ithaca.engine.cost import RankCost
+from ithaca.engine.job import Job
 from ithaca.engine.limits import IN_FLIGHT
 from ithaca.engine.model.presets import PRESETS
 from ithaca.engine.model.sizes import ModelSizes, read_sizes, sizes_of
+from ithaca.engine.offload.cost import InFlight
 from ithaca.engine.sequence import Layout
 from ithaca.planner.config import hf_config
-from ithaca.planner.dry_run.run import Case, dry_run
-from ithaca.planner.job import Job
-from ithaca.planner.memory import Flight, predict
-from ithaca.planner.sizes import Sizes
+from ithaca.planner.dry_run.run import dry_run
+from ithaca.planner.memory import predict
 from ithaca.stack import Stack
 
 K, M = 2**10, 2**20
@@ -54,8 +54,8 @@ def test_arithmetic_against_the_code(name: str, context: int, world: int, stack:
     config = hf_config(name)
     config.num_hidden_layers = 3
     sizes = replace(read_sizes(name), layers=3, windows=(None,) * 3)
-    ran = dry_run(Case(config, stack, context, world=world, kernel=kernel, lora=Lora(rank=lora) if lora else None))
-    said = predict(Job(sizes, stack, context, world, kernel=kernel, lora=lora))
+    job = Job(sizes, stack, context, world, kernel=kernel, lora=lora)
+    said, ran = predict(job), dry_run(job, config)
     assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
     for stored in ("host", "disk"):
         assert getattr(said, stored) == pytest.approx(getattr(ran, stored), rel=0.02)
@@ -74,8 +74,8 @@ def test_nothing_recomputed_and_hardly_a_vocabulary(hidden: int, heads: int, row
     config.hidden_size, config.num_attention_heads, config.num_key_value_heads = hidden, heads, 2
     config.intermediate_size = 2 * hidden
     stack = Stack(recompute="none", tile=None, ulysses=world)
-    ran = dry_run(Case(config, stack, 64 * K, world=world, rows=rows, kernel=kernel))
-    said = predict(Job(sizes_of(config.to_dict(), "small"), stack, 64 * K, world, rows, kernel))
+    job = Job(sizes_of(config.to_dict(), "small"), stack, 64 * K, world, rows, kernel)
+    said, ran = predict(job), dry_run(job, config)
     assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
 
 
@@ -83,7 +83,7 @@ def test_nothing_recomputed_and_hardly_a_vocabulary(hidden: int, heads: int, row
 def test_tokens_of_a_rank_are_those_of_the_code(ulysses: int, ring: int):
     stack = Stack(ulysses=ulysses, ring=ring)
     job = Job(read_sizes("llama32_1b"), stack, 100_003, ulysses * ring)
-    assert Sizes(job).tokens == Layout(100_003, ulysses, ring).local
+    assert RankCost(job).tokens == Layout(100_003, ulysses, ring).local
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -125,7 +125,7 @@ def test_many_puts_at_once_are_as_many_single_ones():
     """What is on its way to a store, against the rule said one put at a time."""
     rng = random.Random(0)
     for _ in range(200):
-        flight, single = Flight(), deque()
+        flight, single = InFlight(), deque()
         for _ in range(rng.randint(1, 6)):
             nbytes, copied = rng.choice([0, 3, IN_FLIGHT // 7, IN_FLIGHT // 2 + 1, 2 * IN_FLIGHT]), rng.random() < 0.5
             times = rng.randint(1, 20)
@@ -135,4 +135,4 @@ def test_many_puts_at_once_are_as_many_single_ones():
                     single.popleft()
                 single.append((nbytes, copied))
             assert flight.count == len(single) and flight.total == sum(each for each, _ in single)
-            assert flight.bytes == sum(each for each, counted in single if counted)
+            assert flight.copies == sum(each for each, counted in single if counted)

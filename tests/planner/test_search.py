@@ -12,10 +12,10 @@ import pytest
 import ithaca
 from ithaca.base.units import format_bytes, parse_tokens
 from ithaca.cli.main import main
+from ithaca.engine.job import Job
 from ithaca.planner.candidates import candidates
 from ithaca.planner.gpus import GPUS
 from ithaca.planner.hardware import parse_gpus
-from ithaca.planner.job import Job
 from ithaca.planner.memory import predict
 from ithaca.planner.plan import HOST_SHARE
 from ithaca.planner.search import LEANER, NEARLY, _Asked, _families, max_context, plan
@@ -412,3 +412,11 @@ def test_a_host_too_small_for_the_states_alone_is_not_searched_through(monkeypat
         "llama3_8b", gpus="1xRTX4090-24GB", context="64K", host="20GB", disk="100GB", lora=8, offload_optimizer=True
     )
     assert not found.fits and any("host memory" in line for line in found.advice) and len(looked) < 500
+
+
+@pytest.mark.parametrize("fixed", [{"replicate": 3}, {"replicate": 16}])
+def test_what_no_run_would_accept_is_not_planned(fixed: dict[str, int]):
+    with pytest.raises(ValueError, match=rf"replicate={fixed['replicate']}"):
+        plan("llama32_1b", gpus="8xH100", context="64K", **fixed)
+    with pytest.raises(ValueError, match="the world size 8 is not a multiple of"):
+        plan("llama32_1b", gpus="8xH100", context="64K", stack=Stack(**fixed))

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.config.option import kinds
 from ithaca.config.schema import Checkpoint, Config, Data, Lora, Model, Train
+from ithaca.engine.job import Job
 from ithaca.engine.model.sizes import read_sizes, sizes_of
 from ithaca.planner.config import hf_config, requested
-from ithaca.planner.dry_run.run import Case, dry_run
-from ithaca.planner.job import Job
+from ithaca.planner.dry_run.run import dry_run
 from ithaca.planner.memory import predict
 from ithaca.planner.search import plan
 from ithaca.planner.speed import HOST_RATE, UPDATED
@@ -130,7 +130,7 @@ def test_settings_against_the_code(name: str, context: int, world: int, stack: S
     hf = hf_config(name)
     hf.num_hidden_layers = 3
     job = Job(sizes_of(hf.to_dict(), name), stack, context, world, **more)
-    said, ran = predict(job), dry_run(Case.of(job, hf))
+    said, ran = predict(job), dry_run(job, hf)
     assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
     for held in ("host", "disk", "offloaded"):
         assert getattr(said, held) == pytest.approx(getattr(ran, held), rel=0.02)
@@ -147,7 +147,7 @@ def test_a_cap_on_the_logits_takes_the_loss_apart():
     for cap in (None, 30.0):
         hf = AutoConfig.for_model("gemma3_text", **sizes, final_logit_softcapping=cap)
         job = Job(sizes_of(hf.to_dict(), "gemma"), Stack(tile=None), 8 * K)
-        said, ran = predict(job), dry_run(Case.of(job, hf))
+        said, ran = predict(job), dry_run(job, hf)
         assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
         peaks.append(ran.peak)
     assert peaks[1] > 1.5 * peaks[0]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 
-from ithaca.cli.plan import read_fields
+from ithaca.cli.main import build_parser
+from ithaca.config import read_stack
 from ithaca.planner.search import plan
 from ithaca.planner.shortage import gpu_shortage, host_shortage
 
 
 def settings(text: str) -> dict:
-    found = re.findall(r'--stack\.(\w+) ("[^"]+"|\S+)', text)
-    return read_fields([f"{name}={value.strip(chr(34))}" for name, value in found])
+    """As a user would copy them."""
+    words = shlex.split(re.findall(r"try: (.*) \(", text)[0])
+    fields, problems = read_stack(build_parser().parse_args(["verify", *words]))
+    assert fields and not problems
+    return fields
 
 
 def test_the_change_promises_less():

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.base.holding import CATEGORIES
 from ithaca.base.units import format_bytes
 from ithaca.cli.main import main
 from ithaca.observe.profiler.journal import Journal, read
 from ithaca.observe.profiler.text import describe
 from ithaca.observe.profiler.trace import Span, busy, by_time, copies_alone
-from ithaca.planner.categories import CATEGORIES
 
 SIZES = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ithaca.cli.main import main
+from ithaca.engine.job import Job
+from ithaca.engine.model.sizes import read_sizes
 from ithaca.observe.profiler import rungs
 from ithaca.observe.profiler.rungs import apart, measure_ladder, problem
 from ithaca.observe.profiler.wanted import Wanted
 from ithaca.planner.chart import ladder_svg
 from ithaca.planner.ladder import describe, ladder
+from ithaca.planner.search import plan
 from ithaca.stack import Stack
 
 from .test_profile import SIZES
@@ -39,14 +43,14 @@ def test_it_goes_on_where_a_rung_does_not_fit():
 
     def run(wanted: Wanted) -> dict[str, Any]:
         asked.append(wanted)
-        return answer(28 * 10**9) if wanted.stack.ulysses > 1 else problem("out of memory")
+        return answer(28 * 10**9) if wanted.job.stack.ulysses > 1 else problem("out of memory")
 
     measure_ladder(found, "llama3_8b", layers=2, steps=1, cpu=False, limit=80 * 10**9, sweeps=True, run=run)
     points = [each for every in found.sweeps.values() for each in every]
     assert len(asked) == len(found.rungs) + len(points) and all(each.measured for each in [*found.rungs, *points])
-    assert [each.rows for each in asked[:3]] == [8, 8, 1], "GPUs that do not share a sequence have one each"
-    assert {each.layers for each in asked} == {2} and {each.world for each in asked} == {8}
-    assert [each.stack for each in asked[: len(found.rungs)]] == [rung.plan.stack for rung in found.rungs]
+    assert [each.job.rows for each in asked[:3]] == [8, 8, 1], "GPUs that do not share a sequence have one each"
+    assert {each.layers for each in asked} == {2} and {each.job.world for each in asked} == {8}
+    assert [each.job.stack for each in asked[: len(found.rungs)]] == [rung.plan.stack for rung in found.rungs]
     told = describe(found)
     assert "2 of 32 layers" in told[0] and "measured on NVIDIA H200" in told[0]
     plain = next(line for line in told if line.split()[0] == "plain")
@@ -62,6 +66,15 @@ def test_it_goes_on_where_a_rung_does_not_fit():
     assert ", out of memory<" in drawn and ", measured 29.0 GB<" in drawn and "black marks are measured" in drawn
 
 
+def test_another_process_reads_what_is_wanted():
+    job = plan(
+        "tiny_gemma3", gpus="4xH100", context="64K", host="1TB", lora=8, lora_targets=("q_proj",), deterministic=True
+    ).job
+    job = replace(job, stack=replace(job.stack, recompute="30 layer + 4 keep_attention"))
+    wanted = Wanted(job=job, model="tiny_gemma3", layers=2, states=True, limit=10**9)
+    assert Wanted.read(json.loads(json.dumps(wanted.json()))) == wanted and hash(wanted)
+
+
 @pytest.mark.parametrize(
     ("code", "said", "words"),
     [
@@ -74,14 +87,14 @@ def test_it_goes_on_where_a_rung_does_not_fit():
 def test_how_a_process_ended(code: int, said: str, words: str, monkeypatch: pytest.MonkeyPatch):
     ended = subprocess.CompletedProcess([], code, stdout="", stderr=said)
     monkeypatch.setattr(rungs.subprocess, "run", lambda *_, **__: ended)
-    assert apart(Wanted(model="x", stack=Stack(), context=2))["problem"] == words
+    assert apart(Wanted(job=Job(read_sizes("llama3_8b"), Stack(), 2), model="llama3_8b"))["problem"] == words
 
 
 def test_a_rung_for_real(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """One rung runs in its process; the others are not worth the seconds it takes to import torch."""
 
     def run(wanted: Wanted) -> dict[str, Any]:
-        whole = wanted.stack.recompute == "layer" and wanted.stack.store == "gpu"
+        whole = wanted.job.stack.recompute == "layer" and wanted.job.stack.store == "gpu"
         return apart(wanted) if whole else problem("left out")
 
     real = rungs.measure_ladder

@@ -17,7 +17,7 @@ from ithaca.base.exits import Failed
 from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.observe.metrics import read_metrics
-from ithaca.storage import check, checkpoint, files, publish
+from ithaca.storage import check, checkpoint, files, place, publish
 from ithaca.training.trainer import train
 
 PLAIN = ["ulysses=1", "ring=1", "recompute=none", "store=gpu", "tile=null", "shard_parameters=false"]
@@ -61,14 +61,14 @@ def test_a_run_falls_back_from_a_damaged_checkpoint_and_stops_if_none_is_good(tm
 
 def test_a_full_disk_costs_a_save_and_then_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """F9: the save at step 4 finds no room, that at 6 does; then there is none any more."""
-    usage = publish.shutil.disk_usage
+    usage = place.shutil.disk_usage
     answers = iter([None, 1, None, 1, 1, 1])  # bytes free; None = as it is
 
     def free(path: Any) -> Any:
         found = next(answers)
         return usage(path) if found is None else usage(path)._replace(free=found)
 
-    full = mock.patch.object(publish.shutil, "disk_usage", free)
+    full = mock.patch.object(place.shutil, "disk_usage", free)
     with full, caplog.at_level(logging.WARNING, "ithaca"), pytest.raises(Failed) as caught:
         run(tmp_path, 20)
     text = str(caught.value)
@@ -116,7 +116,7 @@ def test_a_disk_that_others_fill_while_a_save_writes(mount: Callable[[str], Path
             file.write(bytes(max(0, found.free - int(part * size))))
         return found._replace(free=1 << 40)
 
-    with mock.patch.object(publish.shutil, "disk_usage", fill), pytest.raises(Failed) as caught:
+    with mock.patch.object(shutil, "disk_usage", fill), pytest.raises(Failed) as caught:
         run(place, 20)
     text = str(caught.value)
     assert caught.value.exit_code == 4 and "No space left on device" in text and "3 of 3 failures in a row" in text

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ithaca.storage import digest, stream
+from ithaca.storage import digest, place, stream
+from ithaca.storage.place import DirectFile
 from ithaca.storage.stream import BlockStream
 
 BLOCK = 1 << 14
@@ -18,7 +19,7 @@ SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 20 * BLOCK, 25 * BLOCK + 13]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (digest, stream):
+    for module in (digest, place, stream):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 
@@ -61,13 +62,12 @@ def test_bytes_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: 
     if way is not None:
         way(monkeypatch)
     problems: list[Exception] = []
-    file = BlockStream(tmp_path / "file", problems.append)
+    file = BlockStream(DirectFile(tmp_path / "file"), problems.append)
     at, step = 0, 1
     while at < size:  # pieces of all sizes, some larger than a block
         assert file.write(memoryview(data)[at : at + step]) == len(data[at : at + step])
         at, step = at + step, step * 3 % 50_021
     assert file.write(b"") == 0 and file.tell() == size
-    os.fsync(file.fileno())
     file.close()
     path = tmp_path / "file"
     assert path.read_bytes() == data and problems == []
@@ -80,10 +80,9 @@ def test_an_error_of_a_writing_thread_is_not_lost(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "pwrite", full)
     problems: list[Exception] = []
-    file = BlockStream(tmp_path / "file", problems.append)
+    file = BlockStream(DirectFile(tmp_path / "file"), problems.append)
     with pytest.raises(OSError, match="No space left"):
         file.write(bytes(20 * BLOCK))  # more than there are buffers: it comes out while writing
     with pytest.raises(OSError, match="No space left"):
-        file.fileno()
-    file.close()
+        file.close()
     assert problems and all(isinstance(each, OSError) for each in problems)

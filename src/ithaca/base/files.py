@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 _DEPTH = 64  # lists and objects inside each other, in JSON that is received
 
@@ -72,7 +72,12 @@ def read_json(path: Path, limit: int = 64 << 20) -> Any:
     """What a JSON file of at most `limit` bytes holds. ValueError with the path and the cause for anything else that is there;
     OSError if it cannot be opened."""
     with open_regular(path) as file:
-        raw = file.read(limit + 1)
+        return json_in(file, path, limit)
+
+
+def json_in(file: BinaryIO, path: Path, limit: int) -> Any:
+    """The same of an open file, which is called `path`."""
+    raw = file.read(limit + 1)
     if len(raw) > limit:
         raise ValueError(f"{path} has more than {limit:,} bytes, too many for what it should be")
     try:

@@ -59,89 +59,97 @@ def _list(options: argparse.Namespace) -> int:
 
     leftovers = unfinished(folder_of(options.path))
     try:
-        found = describe_all(options.path)
+        checkpoints = describe_all(options.path)
     except CheckpointError as error:
         if isinstance(error, Gone) or not leftovers:
             raise
-        found = []  # a folder with nothing but an unfinished save is worth a listing too
+        checkpoints = []  # a folder with nothing but an unfinished save is worth a listing too
     if options.json:
-        rows = [each.json() for each in found]
+        rows = [checkpoint.json() for checkpoint in checkpoints]
         print(json.dumps({"checkpoints": rows, "unfinished": [str(path) for path in leftovers]}, indent=1))
         return 0
-    if found:
-        print(_table(found))
-    for each in found:
-        if each.problems:
-            print(f"{each.path.name} is damaged: {'; '.join(each.problems[:3])}")
-    if any(each.state == "touched" for each in found):
+    if checkpoints:
+        print(_table(checkpoints))
+    for checkpoint in checkpoints:
+        if checkpoint.problems:
+            print(f"{checkpoint.path.name} is damaged: {'; '.join(checkpoint.problems[:3])}")
+    if any(checkpoint.state == "touched" for checkpoint in checkpoints):
         print("touched: a file has another time than when it was written; 'ithaca ckpt verify' reads it")
     for path in leftovers:
         print(f"{path.name}: a save under way, or an interrupted one, which the next start of the run removes")
     return 0
 
 
-def _table(found: list[About]) -> str:
+def _table(checkpoints: list[About]) -> str:
     from ..base.units import format_bytes
 
     rows = [("checkpoint", "time", "size", "files", "ranks", "state", "run")]
-    for each in found:
-        name = f"{each.path.name}{' (LATEST)' if each.latest else ''}"
-        world = "?" if each.world is None else str(each.world)
-        size = format_bytes(each.bytes)
-        rows.append((name, each.time or "?", size, str(each.files), world, each.state, each.run or "?"))
+    for checkpoint in checkpoints:
+        name = f"{checkpoint.path.name}{' (LATEST)' if checkpoint.latest else ''}"
+        world = "?" if checkpoint.world is None else str(checkpoint.world)
+        size = format_bytes(checkpoint.bytes)
+        rows.append(
+            (name, checkpoint.time or "?", size, str(checkpoint.files), world, checkpoint.state, checkpoint.run or "?")
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ..storage.files import gone
+    from ..storage.files import gone_error
     from ..storage.listing import describe_all
 
     results: list[dict[str, Any]] = []
     pruned: list[Path] = []  # by their run, while they were read
-    while not results and (found := [each for each in describe_all(options.path) if each.path not in pruned]):
-        with _Progress(2 * sum(each.bytes for each in found), quiet=options.json) as progress:  # bytes, then numbers
-            for each in found:
+    while not results:
+        checkpoints = [checkpoint for checkpoint in describe_all(options.path) if checkpoint.path not in pruned]
+        if not checkpoints:
+            break
+        total = 2 * sum(checkpoint.bytes for checkpoint in checkpoints)  # bytes, then numbers
+        with _Progress(total, quiet=options.json) as progress:
+            for checkpoint in checkpoints:
                 begin = time.perf_counter()
-                problems = _problems(each, progress)
+                problems = _problems(checkpoint, progress)
                 seconds = time.perf_counter() - begin
-                if problems and (missing := gone(each.path)):
-                    if each.path == options.path:
-                        raise missing
-                    pruned.append(each.path)
+                if problems and (gone := gone_error(checkpoint.path)):
+                    if checkpoint.path == options.path:
+                        raise gone
+                    pruned.append(checkpoint.path)
                     if not options.json:
-                        progress.say(f"{each.path.name}: pruned by its run meanwhile")
+                        progress.say(f"{checkpoint.path.name}: pruned by its run meanwhile")
                     continue
-                results.append({**each.json(), "ok": not problems, "problems": problems, "seconds": round(seconds, 3)})
+                results.append(
+                    {**checkpoint.json(), "ok": not problems, "problems": problems, "seconds": round(seconds, 3)}
+                )
                 if not options.json:
-                    _tell(each, problems, seconds, progress)
-    bad = sum(not each["ok"] for each in results)
+                    _tell(checkpoint, problems, seconds, progress)
+    bad = sum(not result["ok"] for result in results)
     if options.json:
         about = {"checkpoints": results, "damaged": bad, "pruned": [str(path) for path in pruned]}
         print(json.dumps(about, indent=1))
     elif bad:
-        good = next((each["path"] for each in results if each["ok"]), None)
+        good = next((result["path"] for result in results if result["ok"]), None)
         print(f"{bad} of {len(results)} damaged; " + (f"newest good one: {good}" if good else "none is good"))
     return _DAMAGED if bad else 0
 
 
-def _tell(each: About, problems: list[str], seconds: float, progress: _Progress) -> None:
+def _tell(checkpoint: About, problems: list[str], seconds: float, progress: _Progress) -> None:
     from ..base.units import format_bytes
 
-    about = f"{format_bytes(each.bytes)} in {each.files} files, {seconds:.1f} s"
-    progress.say(f"{each.path.name}: {'DAMAGED' if problems else 'ok'} ({about})")
+    about = f"{format_bytes(checkpoint.bytes)} in {checkpoint.files} files, {seconds:.1f} s"
+    progress.say(f"{checkpoint.path.name}: {'DAMAGED' if problems else 'ok'} ({about})")
     for problem in problems[:_SHOWN]:
         progress.say(f"  {problem}")
     if len(problems) > _SHOWN:
         progress.say(f"  and {len(problems) - _SHOWN} more, which --json lists")
 
 
-def _problems(each: About, progress: _Progress) -> list[str]:
+def _problems(checkpoint: About, progress: _Progress) -> list[str]:
     """By names, sizes and run first; then every byte, of what has a manifest to compare with, and every number."""
     from ..storage.check import verify
 
-    return list(each.problems) or verify(each.path, progress.add)
+    return list(checkpoint.problems) or verify(checkpoint.path, progress.add)
 
 
 class _Progress:

@@ -12,6 +12,8 @@ from typing import Any
 
 from ..base.kernels import GPU_KERNELS
 from ..base.units import parse_room
+from ..config import add_stack_options, read_stack
+from ..stack import require
 from .measuring import at_least, limit_of, on_cpu, say
 
 _HELP = """\
@@ -19,6 +21,7 @@ Adds one technique after the other (FSDP, Ulysses, checkpointing, offload, tilin
 peak of a GPU at each rung, what holds most of it, and how fast it would be; and what other values of heads_per_stage and tile
 would cost at the top. Predicted in a second without a GPU. With --measure every rung runs, as rank 0 of the GPUs that --gpus
 names, on the GPU that is here (or on CPU tensors), in a process of its own; one that runs out of memory says so.
+A field of the stack that is given (--stack.FIELD VALUE) is so on every rung, and what would have added it is left out.
 
   ithaca ladder llama3_8b --gpus 8xH100-80GB --context 3M --svg ladder.svg
   ithaca ladder llama3_8b --gpus 8xH100-80GB --context 512K --layers 2 --measure --png ladder.png
@@ -49,6 +52,8 @@ def add_ladder(verbs: Any) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it (package matplotlib)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
+    why = "fields that are as given on every rung. Values are as in YAML (docs/config.md)"
+    add_stack_options(parser, why, older="set")
 
 
 def run_ladder(options: argparse.Namespace) -> int:
@@ -58,6 +63,8 @@ def run_ladder(options: argparse.Namespace) -> int:
     from ..planner.ladder import describe, ladder
 
     at_least(1, steps=options.steps, layers=options.layers)
+    pinned, problems = read_stack(options)
+    require(problems, "there is no such ladder")
     if options.png:
         from ..planner.picture import ladder_png, require_matplotlib
 
@@ -70,7 +77,9 @@ def run_ladder(options: argparse.Namespace) -> int:
     gpu = hardware.gpu
     if measures and not options.kernel:
         hardware = replace(hardware, gpu=replace(gpu, probed=kernels_apart(read_sizes(options.model), cpu)))
-    found = ladder(options.model, gpus=hardware, context=options.context, layers=options.layers, kernel=options.kernel)
+    found = ladder(
+        options.model, gpus=hardware, context=options.context, layers=options.layers, kernel=options.kernel, **pinned
+    )
     if measures:
         from ..observe.profiler.rungs import measure_ladder
 

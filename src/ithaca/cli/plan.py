@@ -10,21 +10,25 @@ from typing import Any
 
 from ..base.kernels import GPU_KERNELS
 from ..base.units import format_tokens
+from ..config import add_stack_options, read_fields, read_stack, split_words
 from ..engine.model.presets import PRESETS
+from ..stack import require
 from .measuring import at_least, going_on, say
 
 _HELP = """\
 Says before a run whether it fits, what holds the memory, how long a step takes and what bounds it, and chooses the fastest stack
-that fits. Any field of the stack can be fixed with --set.
+that fits. Any field of the stack can be fixed with --stack.FIELD VALUE.
 
   ithaca plan llama3_8b --gpus 8xH100-80GB --context 1M --host 1TB
   ithaca plan ./Qwen3-8B --gpus 1xH200 --max-context --host 512GB
+  ithaca plan llama3_8b --gpus 8xH100-80GB --context 1M --stack.recompute layer --stack.tile 8K
   ithaca plan llama3_8b --gpus 8xH100 --context 3M --host 2TB --compare engine=composed,recompute=layer
   ithaca plan llama32_1b --gpus 1xH200 --context 64K --dry-run
   ithaca plan llama3_8b --gpus 8xH100-80GB --max-context --dry-run   # executed at that length, and one step further
 
 MODEL is a folder with config.json, that file, or a preset: {presets}.
 """
+FIXED = "fields that stay as given; the planner chooses the others. Values are as in YAML (docs/config.md)"
 GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
 
 
@@ -73,26 +77,31 @@ def add_request(parser: Any, *, gpus: bool = True) -> None:
         "--lora-targets", metavar="NAME,...", help="linear layers that get an adapter (default: all of a layer)"
     )
     parser.add_argument(
-        "--synchronous", action="store_true", help="checkpoints are written while the run waits: no copy in host memory"
-    )
+        "--synchronous", action="store_false", dest="asynchronous",
+        help="checkpoints are written while the run waits: no copy in host memory",
+    )  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits on every run (train.deterministic)")
     parser.add_argument("--kernel", help=f"attention kernel: {', '.join(GPU_KERNELS)} (default: what the engine takes)")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="fix a field of the stack")
+    add_stack_options(parser, FIXED, older="set")
+
+
+# Words of `add_request` that are arguments of the planner's functions, under the same names
+ASKED = (
+    "gpus", "rows", "accumulation", "host", "disk", "optimizer", "offload_optimizer", "lora", "asynchronous", "deterministic",
+    "kernel",
+)  # fmt: skip
 
 
 def request(options: argparse.Namespace) -> dict[str, Any]:
     """Those words as arguments of the planner's functions."""
-    common = {
-        "gpus": options.gpus, "rows": options.rows, "accumulation": options.accumulation, "host": options.host,
-        "disk": options.disk, "optimizer": options.optimizer, "offload_optimizer": options.offload_optimizer,
-        "lora": options.lora, "asynchronous": not options.synchronous, "deterministic": options.deterministic,
-        "kernel": options.kernel,
-    }  # fmt: skip
+    pinned, problems = read_stack(options)
+    asked = {name: getattr(options, name) for name in ASKED}
     if options.lora_targets:
+        asked["lora_targets"] = tuple(name.strip() for name in options.lora_targets.split(","))
         if not options.lora:
-            raise ValueError("--lora-targets says where adapters go, but there are none; give --lora RANK too")
-        common["lora_targets"] = tuple(each.strip() for each in options.lora_targets.split(","))
-    return {**common, **read_fields(options.set)}
+            problems.append("--lora-targets says where adapters go, but there are none; give --lora RANK too")
+    require(problems, "this cannot be planned")
+    return {**asked, **pinned}
 
 
 def find(options: argparse.Namespace) -> Any:
@@ -109,11 +118,12 @@ def run_plan(options: argparse.Namespace) -> int:
     from ..planner.text import describe, side_by_side
 
     at_least(1, layers=options.layers)
+    changed, problems = read_fields(split_words("--compare", options.compare) if options.compare else [])
+    require(problems, "there is nothing to compare with")
     found = find(options)
     other = None
-    if options.compare:
-        fields = {**request(options), **read_fields([options.compare])}
-        other = plan(options.model, context=found.context, **fields)
+    if changed:
+        other = plan(options.model, context=found.context, **{**request(options), **changed})
     counted, tried = None, []
     if options.dry_run and options.max_context and found.fits:
         found, tried = _confirm(found, options)
@@ -138,44 +148,17 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0 if found.fits else 5
 
 
-def read_fields(texts: list[str]) -> dict[str, Any]:
-    """["tile=8192", "store=host,hold=true"] -> fields of a Stack"""
-    from dataclasses import fields
-
-    from ..base.units import parse_tokens
-    from ..stack import Stack
-
-    known = {each.name: each.default for each in fields(Stack)}
-    words = {"none": None, "null": None, "true": True, "false": False}
-    found: dict[str, Any] = {}
-    for text in texts:
-        for pair in text.split(","):
-            name, sign, value = pair.strip().partition("=")
-            if not sign or name not in known:
-                raise ValueError(
-                    f"{pair!r} is not a field of the stack; write FIELD=VALUE with one of {', '.join(known)}"
-                )
-            if isinstance(known[name], str):
-                found[name] = value
-            else:
-                found[name] = words[value.lower()] if value.lower() in words else parse_tokens(value)
-    problems = Stack(**found).violations()
-    if problems:
-        raise ValueError("; ".join(problems))
-    return found
-
-
 def _confirm(found: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The longest context by the dry run. -> the plan there, and what was tried"""
     from ..planner.confirm import confirmed
-    from ..planner.search import again
+    from ..planner.search import look
 
     if options.layers:
         raise ValueError("--max-context --dry-run counts every layer; leave --layers out")
     context, tried = confirmed(found, lambda tokens: _counted(found, tokens, options), say)
     if context is None:
         return replace(found, fits=False), tried
-    there = again(found.job, found.hardware, context=context, stack=found.stack)
+    there = look(replace(found.job, context=context), found.hardware)
     return replace(there, fits=True, reasons=found.reasons), tried
 
 
@@ -189,8 +172,7 @@ def _shown(counted: Any) -> dict[str, Any]:
 def _counted(found: Any, context: int, options: argparse.Namespace) -> Any:
     """The plan's stack, executed on fake tensors."""
     from ..planner.config import hf_config
-    from ..planner.dry_run.run import Case, dry_run
+    from ..planner.dry_run.run import dry_run
 
-    case = Case.of(replace(found.job, context=context), hf_config(options.model))
     with going_on(f"dry run at {format_tokens(context)}"):
-        return dry_run(case, layers=options.layers)
+        return dry_run(replace(found.job, context=context), hf_config(options.model), layers=options.layers)

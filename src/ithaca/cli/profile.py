@@ -61,7 +61,7 @@ def run_profile(options: argparse.Namespace) -> int:
     from ..observe.profiler.result import Profile
     from ..observe.profiler.text import describe
     from ..observe.profiler.wanted import expected
-    from ..planner.shortage import PLAN, gpu_shortage
+    from ..planner.shortage import gpu_shortage
 
     check_room(found, wanted)
     folder = make_folder(options.out or Path("runs") / f"profile-{found.model.name}-{format_tokens(found.context)}")
@@ -71,7 +71,7 @@ def run_profile(options: argparse.Namespace) -> int:
         if not error.used:
             raise
         planned = expected(found, wanted, found.job.kernel)
-        raise Failed(MEMORY, gpu_shortage(planned, error.used, form=PLAN)) from error
+        raise Failed(MEMORY, gpu_shortage(planned, error.used)) from error
     whole, plan = profile.json(), profile.planned.json()
     for name, content in (("profile", whole), ("plan", plan)):
         (folder / f"{name}.json").write_text(json.dumps(content) + "\n")
@@ -104,8 +104,8 @@ def ask(options: argparse.Namespace) -> tuple[Any, Any]:
 
     if options.kernel and not options.cpu and found.stack.attention == "auto":
         found.job = replace(found.job, stack=replace(found.stack, attention=options.kernel))
-    wanted = Wanted.of(
-        found, options.model, layers=options.layers, states=options.states, steps=options.steps, cpu=options.cpu,
+    wanted = Wanted(
+        job=found.job, model=options.model, layers=options.layers, states=options.states, steps=options.steps, cpu=options.cpu,
         limit=None if options.cpu else limit_of(found.hardware.gpu),
     )  # fmt: skip
     return found, wanted

@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from ..stack import ATTENTION, ENGINES, PER_LAYER, RECOMPUTE, STORES, Stack, require
+from ..config import add_stack_options, read_stack
+from ..stack import Stack, require
 
 if TYPE_CHECKING:
     from ..verify.case import Case
@@ -23,12 +24,12 @@ gradient; then probes for leaks between packed documents and beyond sliding wind
 supervised token, and accumulation over micro-batches. Exit status 1 if anything misses.
 
 examples:
-  ithaca verify llama3 --world 4 --ulysses 2 --ring 2 --heads-per-stage 1 --store host
-  ithaca verify qwen2_28 --world 8 --ulysses 8            28 heads on 8 ranks
-  ithaca verify ./my-model --world 2 --ulysses 2          your model's config, shrunk to a few small layers
-  ithaca verify ./my-model --full --world 8 --ulysses 8   its real weights
-  ithaca verify --matrix --world 8                        every pair of settings, a few dozen cases
-  torchrun --nproc-per-node 8 -m ithaca verify llama3 --ulysses 8
+  ithaca verify llama3 --world 4 --stack.ulysses 2 --stack.ring 2 --stack.heads_per_stage 1 --stack.store host
+  ithaca verify qwen2_28 --stack.ulysses 8            28 heads on 8 ranks
+  ithaca verify ./my-model --stack.ulysses 2          your model's config, shrunk to a few small layers
+  ithaca verify ./my-model --full --stack.ulysses 8   its real weights
+  ithaca verify --matrix --world 8                    every pair of settings, a few dozen cases
+  torchrun --nproc-per-node 8 -m ithaca verify llama3 --stack.ulysses 8
 """
 
 
@@ -52,41 +53,17 @@ def add_verify(verbs: Any) -> None:
     parser.add_argument("--lora", action="store_true", help="freeze the base and train LoRA adapters")
     parser.add_argument("--full", action="store_true", help="the whole model with its weights instead of a shrunk one")
     parser.add_argument("--matrix", action="store_true", help="sweep combinations that cover every pair of settings")
-    parser.add_argument("--scratch", default=None, help="folder for --store disk (default: the temporary folder)")
+    parser.add_argument("--scratch", default=None, help="folder for --stack.store disk (default: the temporary folder)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a case may take (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
-    group = parser.add_argument_group("stack", "the settings of ithaca.Stack")
-    choices = {"recompute": RECOMPUTE, "store": STORES, "engine": ENGINES, "attention": ATTENTION}
-    for field in fields(Stack):
-        flag, default = "--" + field.name.replace("_", "-"), field.default
-        if field.name == "shard_parameters":
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help="FSDP2 (default: on)")
-        elif field.name in PER_LAYER:
-            text = f"{', '.join(choices[field.name])}, or one for each layer, separated by commas (default: {default})"
-            group.add_argument(flag, type=_per_layer, default=default, help=text)
-        elif field.name in choices:
-            group.add_argument(flag, choices=choices[field.name], default=default, help=f"default: {default}")
-        else:
-            group.add_argument(flag, type=_number, default=default, metavar="N", help=f"default: {default}")
-
-
-def _per_layer(text: str) -> str | tuple[str, ...]:
-    return tuple(text.split(",")) if "," in text else text
-
-
-def _number(text: str) -> int | None:
-    if text.lower() == "none":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor 'none'") from None
+    why = "the stack to verify, with defaults as in docs/config.md. Without the word stack (--ulysses 2) they are understood too"
+    add_stack_options(parser, why, older="field")
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    stack = Stack(**{field.name: getattr(options, field.name) for field in fields(Stack)})
-    problems = stack.violations(options.world)
+    given, problems = read_stack(options, options.world)
+    stack = Stack(**given)
     if not options.matrix and options.model is None:
         problems.append("no model given; name a preset such as llama3, a folder with config.json, or use --matrix")
     if options.matrix and (stack != Stack() or options.lora or options.full):
@@ -100,7 +77,7 @@ def run_verify(options: argparse.Namespace) -> int:
     if not 0 < options.timeout < 1e9:
         problems.append(f"--timeout {options.timeout} must be a number of seconds above 0")
     require(problems, "this cannot be verified")
-    device = _device(options)
+    device = _device(options, stack)
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     if options.matrix:
         from ..verify.matrix import cases, cover
@@ -149,14 +126,14 @@ def _check_model(todo: list[Case]) -> None:
             )
 
 
-def _device(options: argparse.Namespace) -> str:
+def _device(options: argparse.Namespace, stack: Stack) -> str:
     if options.device == "cpu":
         return "cpu"
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was asked for, but torch sees no GPU; use --device cpu")
-    need = options.world or (8 if options.matrix else options.ulysses * options.ring * options.replicate)
+    need = options.world or (8 if options.matrix else stack.context_ranks * stack.replicate)
     available = torch.cuda.device_count()
     if options.device == "auto" and (available < need or options.dtype == "float32"):
         return "cpu"

@@ -9,16 +9,21 @@ from .dump import dump
 from .load import Loaded, load, split_overrides
 from .recipes import recipe_names, recipe_text
 from .schema import Config, StackOptions
+from .stack_options import add_stack_options, read_fields, read_stack, split_words
 
 __all__ = [
     "Config",
     "Loaded",
     "StackOptions",
+    "add_stack_options",
     "dump",
     "load",
     "missing",
+    "read_fields",
+    "read_stack",
     "recipe_names",
     "recipe_text",
     "split_overrides",
+    "split_words",
     "violations",
 ]

@@ -125,11 +125,9 @@ def out_of_range(about: typing.Mapping[str, Any], value: float) -> str | None:
 
 
 def about(cls: type, each: Field) -> dict[str, Any]:
-    """The metadata of a field; for the fields of `Stack`, which has none, the docstring under each one."""
-    if "help" in each.metadata:
-        return dict(each.metadata)
-    units = {"unit": "tokens"} if each.name == "tile" else {}
-    return {"help": docstrings(cls).get(each.name, ""), **units}
+    """The metadata of a field; the help of the fields of `Stack` is the docstring under each one."""
+    help = {} if "help" in each.metadata else {"help": docstrings(cls).get(each.name, "")}
+    return {**help, **each.metadata}
 
 
 @cache

@@ -18,6 +18,10 @@ LONGEST = 2**40  # tokens of a row
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+TASKS = ("needle", "multi_key", "multi_value", "variable_tracking", "common_words")
+"""Of an evaluation. A new one is a name at the end here and a method of that name in evaluation/tasks.py."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary settings to train with, for a context the model was not made for. Names are those of Hugging Face's
@@ -232,8 +236,8 @@ class Evaluate:
     rows: int = option(8, "Held-out rows per evaluation.", least=1)
     tasks: tuple[str, ...] = option(
         (),
-        "Questions to ask: needle (a grid of lengths and depths), multi_key, multi_value, variable_tracking, common_words.",
-        choices=("needle", "multi_key", "multi_value", "variable_tracking", "common_words"),
+        f"Questions to ask: {', '.join(TASKS)}; needle asks at a grid of lengths and depths.",
+        choices=TASKS,
     )
     lengths: tuple[int, ...] = option(
         (), "Lengths to ask at; none = a quarter, a half and all of data.context.", unit="tokens", least=2, most=LONGEST

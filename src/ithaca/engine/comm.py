@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.holding import module_holds
 from .mesh import Group
+
+module_holds(__name__, "exchange")
 
 
 class Pending:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ..base.holding import module_holds
 from .mesh import Mesh
 from .model.adapter import Decoder
 
 log = logging.getLogger("ithaca")
+module_holds("torch.distributed.fsdp", "fsdp")
 
 
 def apply_fsdp(decoder: Decoder, mesh: Mesh, *, compute: torch.dtype, reshard: bool = True) -> None:
@@ -29,7 +31,8 @@ def apply_fsdp(decoder: Decoder, mesh: Mesh, *, compute: torch.dtype, reshard: b
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_wide(compute), cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.parameters, "mp_policy": policy}
     if mesh.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
+        pinned = mesh.device.type == "cuda"  # a GPU copies from pinned memory while it computes
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
     groups: list[nn.Module] = [layer.module for layer in decoder.layers]
     if not decoder.tied:
         groups += [decoder.embedding, decoder.head]
@@ -74,11 +77,16 @@ def _show_shards(module: nn.Module) -> None:
 
 def _sharded(module: Any) -> list[Any]:
     """FSDP2's own records of a module's parameters."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [
-        state._fsdp_param_group
-    ]  # torch before 2.13 has one at most
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [parameter for group in gathered_groups(module) for parameter in group.fsdp_params]
+
+
+def gathered_groups(module: Any) -> list[Any]:
+    """FSDP2's own records of what it gathers together for a module."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one at most: torch before 2.13
+    return [group for group in groups if group is not None]
 
 
 def recover(root: nn.Module) -> None:
@@ -93,7 +101,7 @@ def recover(root: nn.Module) -> None:
         )
     root.reset_iter_state()
     for module in root.modules():
-        for parameter in _sharded(module) if isinstance(module, FSDPModule) else ():
+        for parameter in _sharded(module):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

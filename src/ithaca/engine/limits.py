@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+HALF = BF16 = 2  # bytes of a number
+FULL = FP32 = 4
+
 PROJECTION_TILES = 4
 """Tiles of the MLP that make one of the projections. A stage projects a few heads from a tile: little work and little memory per
 token, so its tiles are longer than those of the MLP, or launching the kernels would take longer than running them."""

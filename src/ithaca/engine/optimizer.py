@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..base.holding import module_holds
 from ..config.schema import Train
 
 EIGHT_BIT = "train.optimizer: adamw8bit needs the package torchao (pip install torchao); or use adamw"
+module_holds(__name__, "gradients")
+module_holds("torch.optim", "optimizer")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -16,8 +16,9 @@ from .fsdp import apply_fsdp
 from .mesh import Mesh, build_mesh
 from .model.adapter import Decoder, read_model
 from .model.fingerprint import Fingerprint
+from .objective.cross_entropy import LossKernel
 from .offload.choice import open_store
-from .offload.store import GpuStore, StoreKind
+from .offload.store import GpuStore, Store, StoreKind
 from .pretrained import keep_saving
 from .ranks import on_all_ranks
 from .request import route, route_whole
@@ -56,14 +57,34 @@ def prepare(
     _check_dtype(model, mesh, compute)
     folder = None if scratch is None else Path(scratch)
     # together: one rank without a writable disk must not leave the others waiting
-    store = on_all_ranks(mesh.world, lambda: open_store(cast(StoreKind, stack.far), device=device, scratch=folder))
-    kernels = Kernels(stack.attention)
+    store = on_all_ranks(mesh.world, lambda: open_store(cast(StoreKind, stack.offload), device=device, scratch=folder))
+    on_device = store if isinstance(store, GpuStore) else GpuStore(device)
+    return assemble(
+        model, decoder, stack, mesh, store=store, on_device=on_device, kernels=Kernels(stack.attention), loss_kernel=LossKernel(),
+        dtype=compute, weights=weights, seed=seed,
+    )  # fmt: skip
+
+
+def assemble(
+    model: nn.Module,
+    decoder: Decoder,
+    stack: Stack,
+    mesh: Mesh,
+    *,
+    store: Store,
+    on_device: GpuStore,
+    kernels: Kernels,
+    loss_kernel: LossKernel,
+    dtype: torch.dtype,
+    weights: str | Path | Callable[[Run], None] | None,
+    seed: int = 0,
+) -> Run:
+    """Put a run together from its parts. `prepare` chooses them by stack and device; a dry run brings its own."""
     for layer in decoder.layers:
-        kernels.resolve(Need(device, compute, layer.projector.head_dim, layer.window is not None))
+        kernels.resolve(Need(mesh.device, dtype, layer.projector.head_dim, layer.window is not None))
     first = decoder.layers[0].projector
     schedule = head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
-    near = store if isinstance(store, GpuStore) else GpuStore(device)
-    run = Run(model, stack, mesh, decoder, store, near, kernels, schedule, compute)
+    run = Run(model, stack, mesh, decoder, store, on_device, kernels, schedule, dtype, loss_kernel)
     _parallelize(run, weights, seed)
     return run
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import faults
+from ..base.holding import holds
 from ..stack import Stack, require
 from .attention.choice import Kernels, Need
 from .attention.head_schedule import Stage
@@ -32,10 +33,9 @@ from .limits import loss_tile
 from .mesh import Mesh
 from .model.adapter import Decoder, Layer
 from .model.fingerprint import Fingerprint
-from .model.norm import apply_norm
 from .model.projection import bind_linear
 from .model.rope import Positions
-from .objective.cross_entropy import LossTerms, cap, fuses, tiled_loss, tiled_scores
+from .objective.cross_entropy import LossKernel, LossTerms, cap, tiled_loss, tiled_scores
 from .offload.store import GpuStore, Store
 from .own_time import OwnTime
 from .ranks import on_all_ranks
@@ -57,10 +57,11 @@ class Run:
     mesh: Mesh
     decoder: Decoder
     store: Store  # the one outside of the GPU, where there is one
-    near: GpuStore  # for the layers that keep theirs on the GPU
+    on_device: GpuStore  # for the layers that keep theirs on the GPU
     kernels: Kernels
     schedule: tuple[Stage, ...]
     dtype: torch.dtype
+    loss_kernel: LossKernel = field(default_factory=LossKernel)
     busy: bool = False  # inside a forward or backward, or one has failed
     reserved: int = 0  # largest input for which the store was found to have room
     part: Tensor | None = None  # of the last loss, what this rank added to it
@@ -145,11 +146,7 @@ class Run:
             x, _ = self._hidden(batch)
             return self.decoder.head(
                 x,
-                Request(
-                    lambda x: cap(
-                        bind_linear(self.decoder.head)(apply_norm(self.decoder.norm, x)), self.decoder.logit_cap
-                    )
-                ),
+                Request(lambda x: cap(bind_linear(self.decoder.head)(self.decoder.normed(x)), self.decoder.logit_cap)),
             )
 
         return self.decoder.model(Request(compute))
@@ -175,11 +172,12 @@ class Run:
         return tiled_scores(
             x,
             labels,
-            lambda t: head(apply_norm(self.decoder.norm, t)),
+            lambda t: head(self.decoder.normed(t)),
             tile=loss_tile(self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fused=False),
             logit_cap=self.decoder.logit_cap,
         )
 
+    @holds("loss")
     def _local_loss(self, batch: Batch, count: int, terms: LossTerms) -> Tensor:
         x, routing = self._hidden(batch)
         faults.reach("fwd")
@@ -197,13 +195,17 @@ class Run:
             return tiled_loss(
                 x,
                 batch.labels,
-                lambda t: head(apply_norm(self.decoder.norm, t)),
+                lambda t: head(self.decoder.normed(t)),
                 trainable,
                 tile=loss_tile(
-                    self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fuses(x.device, x.dtype, terms)
+                    self.stack.tile,
+                    x.shape[0],
+                    self.decoder.config.vocab_size,
+                    self.loss_kernel.fuses(x.device, x.dtype, terms),
                 ),
                 terms=terms,
                 scale=1.0 / count,
+                kernel=self.loss_kernel,
             )
 
         mine = self.decoder.head(x, Request(compute))
@@ -211,6 +213,7 @@ class Run:
             mine = mine + self._balance_loss(routing, batch) * (batch.supervised / count)
         return faults.spoil(mine)
 
+    @holds("residual")
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Embedding and layers. -> x before the final norm, router sums of each layer"""
         x = self.decoder.embedding(batch.input_ids)
@@ -223,7 +226,7 @@ class Run:
         routing = []
         for layer in self.decoder.layers:
             if layer.index and self.stack.store_of(layer.index) != self.stack.store_of(layer.index - 1):
-                self.store.let_go()  # before layers that put nothing into it
+                self.store.flush()  # before layers that put nothing into it
             call = self._layer_call(layer, places[layer.rope_type], batch, x)
             x, *sums = layer.module(x, Request(lambda x, call=call: run_layer(x, call)))
             kind = self.stack.store_of(layer.index)
@@ -257,7 +260,7 @@ class Run:
             tile=self.stack.tile,
             recompute=self.stack.recompute_of(layer.index),
             store=self._store_of(layer),
-            passing=self.store,
+            run_store=self.store,
             engine=self.stack.engine_of(layer.index),
             hold=self.stack.hold,
             count_routing=self.decoder.router_weight != 0.0 and layer.router is not None,
@@ -266,13 +269,13 @@ class Run:
 
     def _store_of(self, layer: Layer) -> Store:
         if self.stack.store_of(layer.index) == "gpu":
-            return self.near
+            return self.on_device
         # backward begins with the last layer: what it keeps is wanted again at once
-        return self.store.brief if layer.index == len(self.decoder.layers) - 1 else self.store
+        return self.store.scratch_store if layer.index == len(self.decoder.layers) - 1 else self.store
 
     def _reserve(self, x: Tensor) -> None:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
-        if self.stack.far == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
+        if self.stack.offload == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
             return
         projector = self.decoder.layers[0].projector
         attended = x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()

@@ -13,7 +13,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..base.holding import CALLER, module_holds
 from .model.projection import Leaf
+
+module_holds(__name__, CALLER)
 
 
 def tiles(length: int, tile: int | None) -> list[slice]:

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..config.schema import TASKS as EVERY_TASK
 from ..data.mixing import below, mix
 from ..data.needles import Needles
 from ..data.order import shuffled
 from ..data.pairs import PairTokens
 
 NAMES = ("auto", "words", "ids", "pairs")
-EVERY_TASK: tuple[str, ...] = ("needle", "multi_key", "multi_value", "variable_tracking", "common_words")
 
 
 class Language(Protocol):

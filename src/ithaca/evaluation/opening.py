@@ -18,7 +18,8 @@ from ..config.dump import as_yaml
 from ..engine.model.config import read_settings
 from ..engine.model.presets import PRESETS
 from ..stack import require
-from ..storage.files import CheckpointError, Gone, latest, step_of
+from ..storage.files import CheckpointError, Gone, is_checkpoint, latest
+from ..storage.place import step_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ class Opened:
 
 def find_model(source: Path, overrides: Sequence[str] = (), out: Path | None = None) -> Opened:
     """What `source` is, as a config and weights. Imports no torch."""
-    if (source / "config.yaml").is_file() or (source / "manifest.json").is_file():
+    if (source / "config.yaml").is_file() or is_checkpoint(source):
         return _of_run(source, overrides, out)
     if not (source / "config.json").is_file():
         what = "has neither config.yaml (a run), manifest.json (a checkpoint) nor config.json (a Hugging Face model)"
@@ -55,7 +56,7 @@ def find_model(source: Path, overrides: Sequence[str] = (), out: Path | None = N
 
 
 def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
-    checkpoint = source if (source / "manifest.json").is_file() else _newest(source / "checkpoints")
+    checkpoint = source if is_checkpoint(source) else _newest(source / "checkpoints")
     run = checkpoint.parent.parent
     if not (run / "config.yaml").is_file():
         raise ValueError(
@@ -85,10 +86,10 @@ def _phase(config: Config, step: int) -> list[str]:
 
 
 def _newest(folder: Path) -> Path:
-    found = latest(folder) if folder.is_dir() else None
-    if found is None:
+    checkpoint = latest(folder)
+    if checkpoint is None:
         raise CheckpointError(f"{folder} has no complete checkpoint; train a little first, or name another run")
-    return found
+    return checkpoint
 
 
 def _native(folder: Path) -> int:

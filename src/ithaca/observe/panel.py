@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .record import StepRecord
-from .text import UNKNOWN, duration, number, plain_line, share, size
+from .text import UNKNOWN, duration, number, plain_line, written
 
 REMEMBERED = 120  # losses of the sparkline
 _BARS = "▁▂▃▄▅▆▇█"
@@ -90,10 +90,15 @@ class State:
 
     def _cells(self, *, ascii_only: bool) -> list[list[tuple[str, str]]]:
         """Learning, speed, room: (label, value)."""
-        r = self.record
-        loss = UNKNOWN if r is None else number(r.loss, 4)
+        record = self.record
+        more = {"loss": "", "copy_wait": ""}
         if len(self.losses) > 1 and not ascii_only:
-            loss += "  " + sparkline(self.losses, 16)
+            more["loss"] = "  " + sparkline(self.losses, 16)
+        if record is not None and record.seconds > 0:
+            more["copy_wait"] = f" ({record.copy_wait / record.seconds:.1%})"
+        columns: dict[str, list[tuple[str, str]]] = {"learning": [], "speed": [], "room": []}
+        for name, shown in StepRecord.shown().items():
+            columns[shown.column].append((shown.label, written(record, name) + more.get(name, "")))
         evaluated = (
             UNKNOWN if self.last_eval is None else f"{number(self.last_eval[1], 4)} at step {self.last_eval[0]:,}"
         )
@@ -102,29 +107,10 @@ class State:
             save = f"step {self.next_save:,}"
             if self.typical is not None:
                 save += f", in {duration(max(0, self.next_save - self._step()) * self.typical)}"
-        wait = UNKNOWN
-        if r is not None:
-            wait = duration(r.copy_wait) + (f" ({r.copy_wait / r.seconds:.1%})" if r.seconds > 0 else "")
-        return [
-            [
-                ("loss", loss),
-                ("learning rate", UNKNOWN if r is None else f"{r.lr:.2e}"),
-                ("gradient norm", UNKNOWN if r is None else number(r.grad_norm, 3)),
-                ("last eval", evaluated),
-            ],
-            [
-                ("tokens/s/GPU", UNKNOWN if r is None else f"{r.tokens_per_second:,.0f}"),
-                ("MFU", UNKNOWN if r is None else share(r.mfu)),
-                ("step time", UNKNOWN if r is None else duration(r.seconds)),
-                ("copy wait", wait),
-            ],
-            [
-                ("GPU peak", UNKNOWN if r is None else size(r.gpu_peak)),
-                ("host", UNKNOWN if r is None else size(r.host_peak)),
-                ("disk", UNKNOWN if r is None else size(r.disk_peak)),
-                ("next save", save),
-            ],
-        ]
+        columns["learning"].append(("last eval", evaluated))
+        columns["room"].append(("next save", save))
+        rows = max(map(len, columns.values()))
+        return [cells + [("", "")] * (rows - len(cells)) for cells in columns.values()]
 
     def _short(self, now: float) -> str:
         if self.record is None:

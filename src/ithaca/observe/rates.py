@@ -99,7 +99,7 @@ class Gauge:
             torch.cuda.reset_peak_memory_stats(self._device)
         on_disk = report.kind == "disk"
         host = (
-            self._store.brief.held_bytes if on_disk else report.held_bytes
+            self._store.scratch_store.held_bytes if on_disk else report.held_bytes
         )  # a disk store keeps short stays in memory
         return {
             "gpu_peak": peak,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .. import __version__
 from ..base.units import format_bytes, format_tokens
@@ -47,27 +49,36 @@ def compact(count: int) -> str:
     return str(count)
 
 
+FORMS: dict[str, Callable[[Any], str]] = {
+    "loss": lambda value: number(value, 4),
+    "number": lambda value: number(value, 3),
+    "scientific": lambda value: f"{value:.2e}",
+    "rate": lambda value: f"{value:,.0f}",
+    "share": share,
+    "duration": lambda value: duration(value),
+    "size": size,
+}
+
+
+def written(record: StepRecord | None, name: str) -> str:
+    """A number of a step, as people read it."""
+    return UNKNOWN if record is None else FORMS[record.shown()[name].form](getattr(record, name))
+
+
 def plain_line(record: StepRecord, steps: int, eta: float | None = None, next_save: int | None = None) -> str:
     """A step as `key value` pairs, the same keys in the same order on every line, under 160 columns.
 
     `-` stands for what is not known. wait is copy_wait, save the step of the next checkpoint, eta the time left; sizes and
     the rest are as in metrics.jsonl, which is the form to compute with.
     """
+    numbers = {shown.short: written(record, name) for name, shown in record.shown().items() if shown.short}
     pairs = {
         "step": f"{record.step}/{steps}",
-        "loss": number(record.loss, 4),
-        "lr": f"{record.lr:.2e}",
-        "grad": number(record.grad_norm, 3),
-        "tok/s": f"{record.tokens_per_second:.0f}",
-        "mfu": share(record.mfu),
-        "gpu": size(record.gpu_peak),
-        "host": size(record.host_peak),
-        "disk": size(record.disk_peak),
-        "wait": duration(record.copy_wait),
+        **numbers,
         "eta": duration(eta),
         "save": UNKNOWN if next_save is None else str(next_save),
     }
-    return " ".join(f"{key} {value.replace(' ', '')}" for key, value in pairs.items())
+    return " ".join(f"{key} {value.replace(' ', '').replace(',', '')}" for key, value in pairs.items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ def _layers(model: ModelSizes, hardware: Hardware, tokens: int, base: dict[str, 
                             **base, "recompute": recompute, "store": store, "tile": tile, "heads_per_stage": heads,
                             "hold": hold,
                         })  # fmt: skip
-                        if not found.violations(None):
+                        if not found.violations(hardware.count):
                             yield found
 
 

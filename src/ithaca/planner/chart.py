@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
+from ..base.holding import CATEGORIES
 from ..base.units import format_bytes, format_tokens
-from .categories import CATEGORIES
 
 # Okabe and Ito's colours and shades of them: told apart by readers who do not see red and green alike.
 COLOURS = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..base.units import format_tokens
-from .job import Memory
+from ..engine.job import Memory
 from .plan import Plan
 from .search import CONTEXT_STEP
 

@@ -9,13 +9,13 @@ What is here is predicted; observe/profiler/rungs.py measures it and writes into
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ..base.holding import CATEGORIES
 from ..base.units import format_bytes, format_tokens
 from ..engine.model.sizes import ModelSizes, read_sizes, sliced
 from ..stack import Stack
-from .categories import CATEGORIES
 from .hardware import Hardware, parse_gpus
 from .plan import Plan
 from .search import plan
@@ -90,16 +90,19 @@ class Ladder:
 
 
 def ladder(what: str, *, gpus: str | Hardware, context: int | str, layers: int | None = None, **options: Any) -> Ladder:
-    """The rungs at one context, and what heads_per_stage and tile trade at the top. layers: of a slice of the model."""
+    """The rungs at one context, and what heads_per_stage and tile trade at the top. layers: of a slice of the model. options: of
+    `plan`; fields of the stack among them are so on every rung."""
     whole = read_sizes(what)
     model = sliced(whole, layers)
     hardware = parse_gpus(gpus) if isinstance(gpus, str) else gpus
+    best = plan(model, gpus=hardware, context=context, advise=False, **options).stack
+    pinned = {field.name: options.pop(field.name) for field in fields(Stack) if field.name in options}
 
     def look(stack: Stack) -> Plan:
         return plan(model, gpus=hardware, context=context, stack=stack, **options)
 
     rungs = [
-        Rung(name=name, adds=adds, plan=look(stack)) for name, adds, stack in _rungs(model, hardware, context, options)
+        Rung(name=name, adds=adds, plan=look(stack)) for name, adds, stack in _rungs(model, hardware, best, pinned)
     ]
     top = rungs[-1].plan.stack
     per_rank = -(-rungs[-1].plan.model.heads // top.ulysses)
@@ -109,50 +112,52 @@ def ladder(what: str, *, gpus: str | Hardware, context: int | str, layers: int |
         "heads_per_stage": [Point(value=n, plan=look(replace(top, heads_per_stage=n))) for n in heads],
         "tile": [Point(value=n, plan=look(replace(top, tile=n))) for n in TILES if n <= tokens],
     }
-    return Ladder(rungs, {name: points for name, points in sweeps.items() if len(points) > 1}, whole)
+    swept = {name: points for name, points in sweeps.items() if len(points) > 1 and name not in pinned}
+    return Ladder(rungs, swept, whole)
 
 
 def _rungs(
-    model: ModelSizes, hardware: Hardware, context: Any, options: dict[str, Any]
+    model: ModelSizes, hardware: Hardware, best: Stack, pinned: dict[str, Any]
 ) -> Iterator[tuple[str, str, Stack]]:
-    best = plan(model, gpus=hardware, context=context, advise=False, **options).stack
-    # without context parallelism every GPU holds a row of its own
-    stack = Stack(
-        engine="composed", recompute="none", tile=None, shard_parameters=False, ulysses=best.ulysses, ring=best.ring
-    )
-    alone = replace(stack, ulysses=1, ring=1)
-    if hardware.count > 1:
-        yield "plain", "the model as it is, weights and states whole on every GPU", alone
-        yield (
-            "+FSDP",
-            "weights, gradients and states sharded over all GPUs",
-            (alone := replace(alone, shard_parameters=True)),
-        )
-        yield "+Ulysses", "the GPUs share the sequence", (stack := replace(stack, shard_parameters=True))
+    """best: says how ranks share a sequence. pinned: fields that no rung changes; one that adds nothing then, or cannot be, is left
+    out."""
+    shared = {"ulysses": best.ulysses, "ring": best.ring}
+    plain: dict[str, Any] = {"engine": "composed", "recompute": "none", "tile": None}
+    steps: list[tuple[str, str, dict[str, Any]]]
+    if hardware.count > 1:  # without context parallelism every GPU holds a row of its own
+        plain["shard_parameters"] = False
+        steps = [
+            ("plain", "the model as it is, weights and states whole on every GPU", {}),
+            ("+FSDP", "weights, gradients and states sharded over all GPUs", {"shard_parameters": True}),
+            ("+Ulysses", "the GPUs share the sequence", shared),
+        ]
     else:
-        yield (
-            "plain",
-            "the model as it is, bf16 compute and fp32 masters",
-            (stack := replace(stack, shard_parameters=True)),
-        )
-    yield (
-        "+checkpointing",
-        "only the input of a layer is kept, the rest computed again",
-        (stack := replace(stack, recompute="layer")),
-    )
-    yield "+offload", "layer inputs wait in host memory", (stack := replace(stack, store="host"))
-    yield "+tiling", "norms, MLP and loss by tiles: logits never exist whole", (stack := replace(stack, tile=4096))
-    if -(-plan(model, gpus=hardware, context=context, stack=stack, **options).model.heads // stack.ulysses) > 1:
-        yield (
-            "+Untied Ulysses",
-            "attention over one head of a GPU at a time",
-            (stack := replace(stack, heads_per_stage=1)),
-        )
-    yield (
-        "+streamed layer",
-        "no tensor of a whole sequence but residual and gradient; attention is not computed again",
-        (replace(stack, engine="auto", recompute="keep_attention", hold=False)),
-    )
+        steps = [("plain", "the model as it is, bf16 compute and fp32 masters", shared)]
+    steps += [
+        ("+checkpointing", "only the input of a layer is kept, the rest computed again", {"recompute": "layer"}),
+        ("+offload", "layer inputs wait in host memory", {"store": "host"}),
+        ("+tiling", "norms, MLP and loss by tiles: logits never exist whole", {"tile": 4096}),
+    ]
+    if -(-model.heads // best.ulysses) > 1:
+        steps.append(("+Untied Ulysses", "attention over one head of a GPU at a time", {"heads_per_stage": 1}))
+    everything = "no tensor of a whole sequence but residual and gradient; attention is not computed again"
+    streamed = {"engine": "auto", "recompute": "keep_attention", "hold": False}
+    steps.append(("+streamed layer", everything, streamed))
+    stack, below = Stack(**{**plain, **pinned}), None
+    for name, adds, changes in steps:
+        if Stack(**{**changes, **pinned}).violations():
+            continue  # what is pinned has no use for it
+        stack = replace(stack, **{**changes, **pinned})
+        if not stack.violations() and _done(stack) != below:
+            below = _done(stack)
+            yield name, adds, stack
+
+
+def _done(stack: Stack) -> Stack:
+    """What a stack does, however it was asked for: two that are equal here compute the same."""
+    engine = stack.engine_of(0)
+    holds = engine == "streamed" and stack.offload != "gpu"
+    return replace(stack, engine=engine, hold=stack.hold if holds else None)
 
 
 def describe(found: Ladder) -> list[str]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from ..base.kernels import KERNELS
 from ..base.units import format_bytes
+from ..engine.job import Job, Memory
 from ..engine.model.sizes import ModelSizes, extension
 from ..stack import Stack
 from .hardware import Hardware
-from .job import Job, Memory
 from .speed import HOST_RATE, Speed
 
 CONTEXT = 1.2e9  # bytes of the CUDA context and of NCCL's buffers

@@ -17,11 +17,12 @@ from typing import Any
 
 from ..base.units import format_bytes, format_tokens, parse_room, parse_tokens
 from ..config.schema import LINEARS
+from ..engine.job import OPTIMIZERS, Job
+from ..engine.limits import HALF
 from ..engine.model.sizes import ModelSizes, read_sizes
 from ..stack import Stack, require
 from .candidates import candidates
 from .hardware import Hardware, kernels_for, parse_gpus
-from .job import HALF, OPTIMIZERS, Job
 from .memory import predict
 from .plan import HOST_SHARE, Plan
 from .speed import Speed, estimate
@@ -66,6 +67,7 @@ def plan(
     tokens = parse_tokens(context) if isinstance(context, str) else context
     given = stack or Stack(**_known(pinned))
     problems = [*given.layer_violations(sizes.layers), *_violations(tokens, rows, accumulation, optimizer, lora)]
+    problems += [] if stack is None else stack.violations(hardware.count)
     if offload_optimizer and not given.shard_parameters:
         problems.append(
             "offload_optimizer moves shards to the host, but shard_parameters=False keeps weights whole on the GPU"
@@ -75,7 +77,7 @@ def plan(
         hardware,
         host=parse_room(host) if isinstance(host, str) else host if host is not None else hardware.host,
         disk=parse_room(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
-    ).completed(disk=given.far == "disk")
+    ).completed(disk=given.offload == "disk")
     if given.attention not in ("auto", *(hardware.gpu.probed or ())):
         kernel = given.attention  # the stack's word, as in a run
     whole, windowed = kernels_for(sizes, hardware.gpu, kernel)
@@ -85,10 +87,30 @@ def plan(
         processors=hardware.gpu.processors if deterministic else 0,
     )  # fmt: skip
     _ = job.trained  # a target that the model does not have is refused here
-    asked = _Asked(job, hardware, may_mix="store" not in pinned)
     if stack is not None:
-        return asked.look(stack)
-    stacks = list(candidates(sizes, hardware, tokens, job.batch, pinned))
+        return look(job, hardware)
+    return fastest(job, hardware, kernel=kernel, advise=advise, only_fit=only_fit, **pinned)
+
+
+def look(job: Job, hardware: Hardware) -> Plan:
+    """What a job takes with the stack it has."""
+    plan = Plan(job, hardware, predict(job), estimate(job, hardware), False)
+    plan.fits = not plan.excess
+    return plan
+
+
+def fastest(
+    job: Job,
+    hardware: Hardware,
+    *,
+    kernel: str | None = None,
+    advise: bool = True,
+    only_fit: bool = False,
+    **pinned: Any,
+) -> Plan:
+    """The fastest stack that fits, for a job with any. kernel: the attention kernel, where somebody has named it."""
+    asked = _Asked(job, hardware, may_mix="store" not in pinned)
+    stacks = list(candidates(job.model, hardware, job.context, job.batch, pinned))
     if not stacks:
         given = ", ".join(f"{name}={value}" for name, value in pinned.items())
         raise ValueError(
@@ -107,17 +129,6 @@ def plan(
         best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
     best.reasons = _reasons(asked, best, pinned, kernel)
     return best
-
-
-def again(job: Job, hardware: Hardware, **changes: Any) -> Plan:
-    """Another plan of what was asked before, with the same kernels. changes: of the arguments of `plan`."""
-    same = replace(hardware, gpu=replace(hardware.gpu, probed=(job.kernel, job.windowed)))
-    asked = dict(
-        gpus=same, context=job.context, rows=job.rows, optimizer=job.optimizer, lora=job.lora,
-        offload_optimizer=job.offload, lora_targets=job.targets, accumulation=job.accumulation, asynchronous=job.asynchronous,
-        deterministic=bool(job.processors),
-    )  # fmt: skip
-    return replace(plan(job.model, **{**asked, **changes}), hardware=hardware)
 
 
 def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
@@ -155,6 +166,8 @@ def _violations(context: int, rows: int, accumulation: int, optimizer: str, lora
 
 @dataclass
 class _Asked:
+    """A search: the question, and the steps towards its answer."""
+
     job: Job  # with any stack
     hardware: Hardware
     may_mix: bool = True  # layers may have different stores
@@ -174,17 +187,14 @@ class _Asked:
         hardware = self.hardware
         if hardware.host is None:
             return False
-        far = (HOST_SHARE * hardware.host + (hardware.disk or 0)) / hardware.ranks_per_node
-        return self.model.layers * self.layer_input > hardware.gpu.memory + far
+        outside = (HOST_SHARE * hardware.host + (hardware.disk or 0)) / hardware.ranks_per_node
+        return self.model.layers * self.layer_input > hardware.gpu.memory + outside
 
     def time(self, stack: Stack) -> Speed:
         return estimate(replace(self.job, stack=stack), self.hardware)
 
     def look(self, stack: Stack) -> Plan:
-        job = replace(self.job, stack=stack)
-        found = Plan(job, self.hardware, predict(job), self.time(stack), False)
-        found.fits = not found.excess
-        return found
+        return look(replace(self.job, stack=stack), self.hardware)
 
     def fit(self, stack: Stack) -> Plan:
         """Like `look`; where only the host or the disk is too small, upper layers keep theirs on the GPU, as few as it takes.
@@ -193,7 +203,7 @@ class _Asked:
         """
         found = tried = self.look(stack)
         layers, on_gpu = self.model.layers, 0
-        if found.fits or found.shares["GPU memory"] > 1 or stack.far == "gpu" or not self.may_mix:
+        if found.fits or found.shares["GPU memory"] > 1 or stack.offload == "gpu" or not self.may_mix:
             return found
         kept = self.layer_input  # and attention output, of one of the upper layers
         if stack.recompute_of(layers - 1) != "layer":
@@ -203,7 +213,7 @@ class _Asked:
             on_gpu += ceil(too_much / kept)
             if not too_much or on_gpu >= layers or on_gpu * kept > found.budget - found.peak:
                 return found
-            tried = self.look(replace(stack, store=(stack.far,) * (layers - on_gpu) + ("gpu",) * on_gpu))
+            tried = self.look(replace(stack, store=(stack.offload,) * (layers - on_gpu) + ("gpu",) * on_gpu))
             if tried.misplaced >= too_much:  # not what layers keep: weights on the host, say
                 return found
         return tried
@@ -215,19 +225,19 @@ class _Asked:
             return last
         if self.look(replace(last.stack, store="gpu")).shares.get("host memory", 0) > 1:
             return last  # weights and states alone are too much for the host, wherever activations wait
-        far, near = [], []
+        too_large, within_reach = [], []
         for family in _families(stacks):
             leanest = self.leanest(family)
             if self.out_of_reach(leanest):
-                far.append(leanest)
+                too_large.append(leanest)
             else:
-                near += family
-        for stack in sorted(near, key=lambda stack: self.time(stack).order):
+                within_reach += family
+        for stack in sorted(within_reach, key=lambda stack: self.time(stack).order):
             found = self.fit(stack)
             if found.fits:
                 return found
-            far.append(found)
-        return min(far, key=lambda found: found.excess)
+            too_large.append(found)
+        return min(too_large, key=lambda found: found.excess)
 
     def leanest(self, family: list[Stack]) -> Plan:
         """One head at a time may hold more than two: more stages wait for one another."""
@@ -236,7 +246,7 @@ class _Asked:
     def out_of_reach(self, leanest: Plan) -> bool:
         """Whether none of a family can fit, given its leanest: the host and the disk hold the same for all of them."""
         too_much = leanest.misplaced
-        if too_much and (leanest.stack.far == "gpu" or not self.may_mix):
+        if too_much and (leanest.stack.offload == "gpu" or not self.may_mix):
             return True
         return leanest.peak / LEANER + too_much > leanest.budget
 
@@ -315,7 +325,7 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any], given: str | Non
         "gpu": "kept activations fit on the GPU",
         "host": f"{room} of kept activations a GPU wait in pinned host memory",
         "disk": f"{room} of kept activations a GPU wait on disk: host memory is too small",
-    }[stack.far]
+    }[stack.offload]
     because("store", why + ("; there is no room for the others" if isinstance(stack.store, tuple) else ""))
     if stack.tile is not None or "tile" in pinned:
         because("tile", "the longest tiles that fit: norms, MLP and loss hold one tile at a time")

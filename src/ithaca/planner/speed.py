@@ -13,21 +13,28 @@ between GPUs have not been measured at all.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from ..base.kernels import rates_of
-from ..engine.limits import HOLD_BYTES, PROJECTION_TILES
+from ..engine.cost import RankCost
+from ..engine.job import Job
+from ..engine.limits import BF16, FP32, HOLD_BYTES, PROJECTION_TILES
 from .flops import visible_pairs
 from .hardware import Hardware
-from .job import FULL, HALF, Job
 
-MATMUL = 0.70
+# Operations for each weight and token that it is multiplied with: forward; backward, for the input and for the weight.
+FORWARD, BY_INPUT, BY_WEIGHT = 2, 2, 2
+# Products of attention for each visible pair of a head: scores and weighted sum; backward, the scores again, dv, dp, dq and dk.
+PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+MATMUL = 0.70  # share of the peak
 # Seconds a token and layer of 2,048 wide spends in everything else, on a memory of 4.8 TB/s: in tiles, and whole.
 OTHER = {True: 0.45e-6, False: 0.25e-6}
 PROJECTED, TILED = 150e-6, 100e-6  # seconds to launch what a tile of a stage's projections, and of an MLP, takes
 # Share of the copies from the host that is waited for: pieces read once, and pieces read again by every stage.
 WAITED = {True: 0.9, False: 0.7}
 LINK = 0.75  # of the makers' bandwidth that a collective reaches
+EXPOSED = 0.1  # of communication: the first and the last of a layer have nothing to hide behind
 # AdamW on the host reads and writes weight, gradient and averages in fp32, and the gradient once more to clip it: bytes for each
 # weight, and bytes a second of all ranks of a machine together (57e9 were measured with 16 cores; other hosts differ, so it is an
 # assumption). A gradient that is added to another on the host is waited for: bytes a second of a rank, measured there too.
@@ -54,97 +61,111 @@ class Speed:
 
 
 def estimate(job: Job, hardware: Hardware) -> Speed:
-    m, stack, gpu = job.model, job.stack, hardware.gpu
-    ranks = stack.ulysses * stack.ring
-    groups = max(1, job.world // ranks)
-    rows = max(1, job.batch // groups)
-    tokens = rows * job.context / ranks
-    layers = range(m.layers)
-    none = sum(stack.recompute_of(i) == "none" and stack.tile is None for i in layers)
-    pairs = [visible_pairs(job.context, window) for window in m.windows]
-    attention = 0.0
-    for i, each in enumerate(pairs):
-        forward, backward = rates_of(job.kernel_of(i), m.head_dim, older=not gpu.hopper)
-        times = 2 if stack.recompute_of(i) == "layer" else 1
-        attention += 4 * each * rows * m.heads * m.head_dim / ranks * (times / forward + 2.5 / backward)
-    attention *= _idle(m.heads, stack.ulysses) / gpu.peak
-    active = m.attention_weights + (
-        m.mlp_weights if not m.experts else 3 * m.hidden * m.intermediate * m.active_experts
-    )
-    passes = 4 if job.lora else 6
-    weights = active * (m.layers * passes + 2 * (m.layers - none)) + m.embedding_weights * (4 if job.lora else 6)
-    weights += 8 * job.trained if job.lora else 0
-    matmul = weights * tokens / (gpu.peak * MATMUL)
-    tiled = stack.tile is not None and stack.tile < job.context
-    other = OTHER[tiled] * tokens * m.layers * (m.hidden / 2048) * (4.8e12 / gpu.bandwidth)
-    other += m.layers * _tiles(job, tokens, gpu.bandwidth)
-    compute = attention + matmul + other
+    model, stack, gpu, rank = job.model, job.stack, hardware.gpu, RankCost(job)
+    tokens = rank.rows * job.context / (stack.ulysses * stack.ring)
     parts = dict.fromkeys(("attention", "matmul", "other", "pcie", "disk", "links", "optimizer"), 0.0)
-    parts |= {"attention": attention, "matmul": matmul, "other": other}
+    parts["attention"] = _attention(job, rank.rows, older=not gpu.hopper) / gpu.peak
+    parts["matmul"] = _products(job, tokens) / (gpu.peak * MATMUL)
+    tiled = stack.tile is not None and stack.tile < job.context
+    parts["other"] = OTHER[tiled] * tokens * model.layers * (model.hidden / 2048) * (4.8e12 / gpu.bandwidth)
+    parts["other"] += model.layers * _tiles(job, tokens, gpu.bandwidth)
+    compute = parts["attention"] + parts["matmul"] + parts["other"]
     kept, read, waited = _store(job, tokens)
-    if stack.far == "disk":
-        parts["disk"] = max(0.0, 2 * kept * hardware.ranks_per_node / hardware.disk_rate - compute)
+    if stack.offload == "disk":
+        written_and_read = 2 * kept * hardware.ranks_per_node
+        parts["disk"] = max(0.0, written_and_read / hardware.disk_rate - compute)
     if job.offload:  # weights are gathered for forward and for backward, and waited for; gradients go back meanwhile
-        shards = job.world // stack.replicate
-        gathered, gradients = 2 * (FULL * job.trained + HALF * job.frozen) / shards, FULL * job.trained / shards
+        gathered = 2 * (FP32 * job.trained + BF16 * job.frozen) / rank.shards
+        gradients = FP32 * job.trained / rank.shards
         kept, waited = kept + gathered + gradients, waited + gathered
-        update = UPDATED * job.trained / shards * hardware.ranks_per_node / HOST_RATE
+        update = UPDATED * job.trained / rank.shards * hardware.ranks_per_node / HOST_RATE
         parts["optimizer"] = (update + (job.accumulation - 1) * gradients / ADDED_RATE) / job.accumulation
     parts["pcie"] = waited / gpu.pcie + max(0.0, (kept + read) / gpu.pcie - compute)
-    parts["links"] = _links(job, hardware, tokens, compute)
+    parts["links"] = _links(rank, hardware, compute)
     parts = {name: job.accumulation * seconds for name, seconds in parts.items()}
     return Speed(parts, job.accumulation * tokens / sum(parts.values()))
 
 
+def _attention(job: Job, rows: int, older: bool) -> float:
+    """Operations of a rank at the peak, each kernel's at its share of it. older: on a GPU before Hopper."""
+    model, stack = job.model, job.stack
+    operations = 0.0
+    for layer, window in enumerate(model.windows):
+        forward, backward = rates_of(job.kernel_of(layer), model.head_dim, older)
+        again = 2 if stack.recompute_of(layer) == "layer" else 1
+        product = 2 * visible_pairs(job.context, window) * rows * model.heads * model.head_dim
+        operations += (
+            product / (stack.ulysses * stack.ring) * (again * PRODUCTS / forward + BACKWARD_PRODUCTS / backward)
+        )
+    return operations * _idle(model.heads, stack.ulysses)
+
+
+def _products(job: Job, tokens: float) -> float:
+    """Operations of a rank that multiply weights."""
+    model, stack = job.model, job.stack
+    experts = 3 * model.hidden * model.intermediate * model.active_experts
+    layer = model.attention_weights + (experts if model.experts else model.mlp_weights)
+    passes = FORWARD + BY_INPUT + (0 if job.lora else BY_WEIGHT)
+    kept = sum(stack.recompute_of(index) == "none" and stack.tile is None for index in range(model.layers))
+    again = FORWARD * (model.layers - kept)
+    adapters = (FORWARD + BY_INPUT + BY_WEIGHT + FORWARD) * job.trained if job.lora else 0
+    return tokens * (layer * (model.layers * passes + again) + model.embedding_weights * passes + adapters)
+
+
 def _store(job: Job, tokens: float) -> tuple[float, float, float]:
     """Bytes that go to the store, that are read back, and of these those that are waited for."""
-    m, stack = job.model, job.stack
-    if stack.far == "gpu":
+    model, stack = job.model, job.stack
+    if stack.offload == "gpu":
         return 0.0, 0.0, 0.0
-    x, attended = tokens * m.hidden * HALF, tokens * m.heads * m.head_dim * HALF
-    away = [i for i in range(m.layers) if stack.store_of(i) != "gpu"]
-    kept = len(away) * x + sum(stack.recompute_of(i) != "layer" for i in away) * attended
-    holds = x <= HOLD_BYTES if stack.hold is None else stack.hold
-    read = kept if holds or stack.engine == "composed" else len(away) * (x * (2 + 2 * _stages(job)) + 4 * attended)
-    if not holds and stack.engine != "composed":  # the other layers' gradients of attention pass through it
-        read += (m.layers - len(away)) * 2 * attended
+    hidden, attended = tokens * model.hidden * BF16, tokens * model.heads * model.head_dim * BF16
+    away = [layer for layer in range(model.layers) if stack.store_of(layer) != "gpu"]
+    kept = len(away) * hidden + sum(stack.recompute_of(layer) != "layer" for layer in away) * attended
+    holds = hidden <= HOLD_BYTES if stack.hold is None else stack.hold
+    if holds or stack.engine == "composed":
+        return kept, kept, WAITED[holds] * kept
+    # the input for both halves and, in backward, again by every stage; the output and its gradient, put together and taken apart
+    read = len(away) * (hidden * (2 + 2 * _stages(job)) + 4 * attended)
+    read += (model.layers - len(away)) * 2 * attended  # the other layers' gradients of attention pass through it
     return kept, read, WAITED[holds] * read
 
 
 def _stages(job: Job) -> int:
     """At least one; heads that do not divide leave a rank idle in some of them."""
-    m, stack = job.model, job.stack
-    return -(-m.heads // (stack.ulysses * (stack.heads_per_stage or m.heads)))
+    model, stack = job.model, job.stack
+    return -(-model.heads // (stack.ulysses * (stack.heads_per_stage or model.heads)))
 
 
 def _tiles(job: Job, tokens: float, bandwidth: float) -> float:
     """What a layer pays for being cut into tiles: launches, and the fp32 sums of weight gradients that every tile adds to."""
-    m, tile = job.model, job.stack.tile
+    model, tile = job.model, job.stack.tile
     if tile is None or tile >= tokens:
         return 0.0
     count = tokens / tile
-    sums = 0 if job.lora else 12 * (m.mlp_weights + m.heads * m.head_dim * m.hidden) / bandwidth
-    return _stages(job) * count / PROJECTION_TILES * PROJECTED + count * (TILED + sums)
+    read_add_write = 3 * FP32
+    weights = 0 if job.lora else model.mlp_weights + model.heads * model.head_dim * model.hidden
+    return _stages(job) * count / PROJECTION_TILES * PROJECTED + count * (TILED + read_add_write * weights / bandwidth)
 
 
-def _links(job: Job, hardware: Hardware, tokens: float, compute: float) -> float:
+def _links(rank: RankCost, hardware: Hardware, compute: float) -> float:
     """Seconds of communication that computation cannot hide."""
-    m, stack, gpu = job.model, job.stack, hardware.gpu
-    inside, between = gpu.nvlink * LINK, hardware.network * LINK
-    heads = tokens * m.head_dim * HALF
+    job, stack, model = rank.job, rank.stack, rank.model
+    inside, between = hardware.gpu.nvlink * LINK, hardware.network * LINK
+    beyond = between if job.world > hardware.per_node else inside
+    recompute = [stack.recompute_of(layer) for layer in range(model.layers)]
     exchange = 0.0
     if stack.ulysses > 1:
         link = inside if stack.ulysses <= hardware.ranks_per_node else between
-        exchange = m.layers * heads * (8 * m.heads + 6 * m.kv_heads) * (1 - 1 / stack.ulysses) / link
+        sent = sum(rank.attention.exchanged(kind) * times for kind, times in Counter(recompute).items())
+        exchange += sent * (1 - 1 / stack.ulysses) / link
     if stack.ring > 1:
-        link = between if job.world > hardware.per_node else inside
-        exchange += m.layers * heads * stack.ulysses * m.kv_heads / max(stack.ulysses, 1) * 8 * (stack.ring - 1) / link
+        exchange += (
+            sum(rank.attention.passed_around(kind) * times for kind, times in Counter(recompute).items()) / beyond
+        )
     sharding = 0.0
     if job.world > 1 and stack.shard_parameters:
-        link = between if job.world > hardware.per_node else inside
-        sharding = (m.weights * 2 * HALF + job.trained * FULL) * (1 - 1 / job.world) / link
-    exposed = 0.1 * (exchange + sharding)  # the first and the last of a layer have nothing to hide behind
-    return exposed + max(0.0, exchange + sharding - compute)
+        gathered_twice, reduced = 2 * BF16 * model.weights, FP32 * job.trained
+        sharding = (gathered_twice + reduced) * (1 - 1 / job.world) / beyond
+    return EXPOSED * (exchange + sharding) + max(0.0, exchange + sharding - compute)
 
 
 def _idle(heads: int, ranks: int) -> float:

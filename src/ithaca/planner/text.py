@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..base.holding import CATEGORIES, PHASES
 from ..base.units import format_bytes, format_tokens
 from ..stack import Stack
-from .categories import CATEGORIES, PHASES
 from .plan import HOST_SHARE, Plan
 
 

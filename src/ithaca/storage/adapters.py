@@ -1,6 +1,6 @@
 """LoRA on the way out: which parameters an exported model is made of, with adapters added in or left apart.
 
-A `Source` is one parameter of the plain Hugging Face model: its name, the parameters of the run it is computed from, and how. For
+An `ExportedParameter` is one of the plain Hugging Face model: its name, the parameters of the run it is computed from, and how. For
 a model without adapters that is the parameter itself. Merged, a weight W with adapters A and B becomes W + scale · B A, formed in
 float32 from whole matrices, one weight at a time, as PEFT's merge does it.
 """
@@ -19,7 +19,7 @@ from .files import CheckpointError
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportedParameter:
     """A parameter of the exported model."""
 
     name: str
@@ -28,25 +28,25 @@ class Source:
     join: Callable[..., Tensor] | None = None  # of the parts, whole and in float32; None: the one part as it is
 
 
-def sources(model: nn.Module) -> list[Source]:
+def exported_parameters(model: nn.Module) -> list[ExportedParameter]:
     """What the plain model consists of, adapters merged."""
     named = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
     changes = _changes(model, names)
-    found = []
+    exported = []
     replaced = {name.rsplit(".modules_to_save.", 1)[0] for name in named if ".modules_to_save." in name}
     for name, parameter in named.items():
         plain = saved_name(name.removeprefix("base_model.model."))
         if plain is None or (".original_module." in name and name.rsplit(".original_module.", 1)[0] in replaced):
             continue  # an adapter's own, or one that was trained as a copy
         parts, join = changes.get(name, ((), None))
-        found.append(Source(plain, tuple(parameter.shape), (name, *parts), join))
-    return found
+        exported.append(ExportedParameter(plain, tuple(parameter.shape), (name, *parts), join))
+    return exported
 
 
 def _changes(model: nn.Module, names: dict[int, str]) -> dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]]:
     """Name of a weight or bias -> names of what is added to it, and how."""
-    found: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {}
+    changes: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {}
     for module in model.modules():
         if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
             continue
@@ -63,11 +63,11 @@ def _changes(model: nn.Module, names: dict[int, str]) -> dict[str, tuple[tuple[s
         weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
         experts = getattr(layer, "num_experts", 1)
         order = "e o i" if getattr(layer, "_did_swap_in_out_features", False) else "e i o"
-        found[names[id(weight)]] = (names[id(a)], names[id(b)]), _Sum(scale, experts, order)
+        changes[names[id(weight)]] = (names[id(a)], names[id(b)]), _Sum(scale, experts, order)
         if layer.lora_bias.get(adapter):
             bias = layer.lora_B[adapter].bias
-            found[names[id(layer.get_base_layer().bias)]] = (names[id(bias)],), _Sum(scale, 0, "")
-    return found
+            changes[names[id(layer.get_base_layer().bias)]] = (names[id(bias)],), _Sum(scale, 0, "")
+    return changes
 
 
 @dataclass(frozen=True)

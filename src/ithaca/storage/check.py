@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .digest import Progress
-from .files import CheckpointError, changed, damage, listed, read_state, strangers
+from .files import CheckpointError, changed, damage, listed, read_state, unlisted
 
 
 def verify(path: Path, progress: Progress | None = None) -> list[str]:
@@ -17,10 +17,10 @@ def verify(path: Path, progress: Progress | None = None) -> list[str]:
     try:
         problems = changed(path, list(listed(path)), progress)
         read_state(path)
-        strange = strangers(path)
+        extra = unlisted(path)
     except (CheckpointError, OSError) as error:
         return [*problems, str(error)]
-    return (problems or values(path, progress)) + [f"{name} is not in the manifest" for name in strange]
+    return (problems or values(path, progress)) + [f"{name} is not in the manifest" for name in extra]
 
 
 def values(path: Path, progress: Progress | None = None) -> list[str]:

@@ -8,7 +8,8 @@
 
 Tensors go through torch.distributed.checkpoint (DCP): each rank writes its shards, and reads the parts of other ranks' shards that
 it needs, so the number of ranks, the ulysses/ring split and the rest of the stack may change in between. Everything else is JSON
-(`state.json`). The folder is published as publish.py describes; until then older checkpoints stand as they were.
+(`state.json`). It is published as publish.py describes, in the place that the folder is (place.py); until then older checkpoints
+stand as they were.
 
 An asynchronous save copies the shards to host memory, which takes as much again as a rank's parameters and states, and returns;
 a thread writes them. Its collectives run on a group of their own, for the training's would get between them. Publishing is never
@@ -21,12 +22,11 @@ refused. A checkpoint of another model, or of another dtype, is refused before a
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,18 @@ from ..engine.ranks import gather
 from ..engine.run import Run
 from . import rng
 from .check import verify
-from .dcp_errors import ALONE, plainly
-from .describe import describe_model, versions
+from .dcp import ALONE, HashingWriter, plainly
 from .files import FORMAT, STATE, CheckpointError, Damaged, NotFiniteValues, NotWritten, latest, published
 from .fingerprint import fingerprints
 from .finite import require_finite
 from .keep import prune, remove_unfinished
 from .loading import load
+from .place import place_of
 from .publish import Draft, probe, publish, start, write_json
 from .ranks import on_all_ranks, on_rank0
+from .record import describe_model, versions
 from .shards import HostCopies
 from .state import at_rest, frozen_of, model_tensors, optimizer_state, size
-from .writer import HashingWriter
 
 __all__ = [
     "CheckpointError", "Damaged", "HostCopies", "NotFiniteValues", "NotWritten", "Saving", "save", "load", "ready", "latest",
@@ -110,7 +110,8 @@ class Saving:
             self._error = error
             self._leave()
             if self.mesh.world.rank == 0:
-                shutil.rmtree(self.draft.hidden, ignore_errors=True)
+                with suppress(OSError):
+                    place_of(self.draft.hidden).remove(self.draft.hidden)
             raise
 
     def _leave(self) -> None:
@@ -198,7 +199,7 @@ def ready(folder: Path, run: Run) -> None:
     on_rank0(mesh.world, lambda: probe(folder))
 
     def look() -> None:
-        if not folder.is_dir():
+        if not place_of(folder).has(folder):
             raise CheckpointError(
                 f"{folder} is not there on {socket.gethostname()}, though rank 0 has made it; checkpoints need a folder on a "
                 "file system that all nodes see"

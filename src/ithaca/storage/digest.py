@@ -22,6 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from typing import BinaryIO
+
+from ..base.files import open_regular
 
 BLOCK = 16 << 20
 Progress = Callable[[int], None]
@@ -38,7 +41,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def digests(files: Mapping[str, Path], progress: Progress | None = None) -> dict[str, str | OSError]:
+def digests(
+    files: Mapping[str, Path], progress: Progress | None = None, open_file: Callable[[Path], BinaryIO] = open_regular
+) -> dict[str, str | Exception]:
     """Name -> digest of each file, or why it cannot be read. Blocks of all files are hashed side by side."""
     buffers = threading.local()
 
@@ -46,26 +51,30 @@ def digests(files: Mapping[str, Path], progress: Progress | None = None) -> dict
         if not hasattr(buffers, "view"):
             buffers.view = memoryview(bytearray(BLOCK))
         view = buffers.view
-        with open(path, "rb", buffering=0) as file:
+        with open_file(path) as file:
             file.seek(start)
             size = 0
-            while size < BLOCK and (count := file.readinto(view[size:])):
+            while size < BLOCK and (count := file.readinto(view[size:])):  # pyright: ignore[reportAttributeAccessIssue]
                 size += count
         if progress is not None:
             progress(size)
         return sha256(view[:size]).digest()  # leaves Python's lock, as reading does
 
-    found: dict[str, str | OSError] = {}
+    def size_of(path: Path) -> int:
+        with open_file(path) as file:
+            return file.seek(0, os.SEEK_END)
+
+    results: dict[str, str | Exception] = {}
     with ThreadPoolExecutor(min(16, 2 * cores())) as pool:  # twice: half of them wait for the disk
-        waiting = {}
+        pending = {}
         for name, path in files.items():
             try:
-                waiting[name] = [pool.submit(block, path, at) for at in range(0, path.stat().st_size, BLOCK)]
-            except OSError as error:
-                found[name] = error
-        for name, blocks in waiting.items():
+                pending[name] = [pool.submit(block, path, at) for at in range(0, size_of(path), BLOCK)]
+            except (OSError, ValueError) as error:
+                results[name] = error
+        for name, blocks in pending.items():
             try:
-                found[name] = joined([each.result() for each in blocks])
-            except OSError as error:
-                found[name] = error
-    return found
+                results[name] = joined([future.result() for future in blocks])
+            except (OSError, ValueError) as error:
+                results[name] = error
+    return results

@@ -33,11 +33,13 @@ from ..engine.model.families import FAMILIES
 from ..engine.model.weights import Folder, saved_name
 from ..engine.run import Run
 from .check import verify
-from .dcp_errors import plainly
-from .files import CheckpointError, damage, gone, latest, listed, newest, read_state
+from .dcp import plainly
+from .files import CheckpointError, damage, gone_error, is_checkpoint, latest, listed, newest, read_state
 from .fingerprint import fingerprint
 from .finite import require_finite
 from .hf_folder import Outgoing, empty_model, write_folder
+from .listing import folder_of
+from .place import place_of, step_of
 from .ranks import on_all_ranks
 from .safe_metadata import SafeReader, read_metadata
 from .shards import like
@@ -79,8 +81,8 @@ def export_model(
         trained=trained,
         adapters=adapters,
         dtype=dtype,
-        most=max_shard_bytes,
-        beside=tokenizer_folder,
+        max_shard_bytes=max_shard_bytes,
+        tokenizer_folder=tokenizer_folder,
     )
     return write_folder(outgoing, Path(folder), fetch, mesh)
 
@@ -109,7 +111,7 @@ def export_checkpoint(
 
 
 def _export(
-    path: Path, folder: Path, tokenizer_folder: Path | None, dtype: torch.dtype, most: float, merge_lora: bool,
+    path: Path, folder: Path, tokenizer_folder: Path | None, dtype: torch.dtype, max_shard_bytes: float, merge_lora: bool,
     base_folder: Path | None,
 ) -> Path:  # fmt: skip
     problems = verify(path)
@@ -143,8 +145,8 @@ def _export(
         trained=[name for name in fetch.stored if name in known],
         adapters=adapters,
         dtype=dtype,
-        most=most,
-        beside=tokenizer_folder,
+        max_shard_bytes=max_shard_bytes,
+        tokenizer_folder=tokenizer_folder,
     )
     alone = Group(1, 0, None)
     return write_folder(outgoing, Path(folder), fetch, Mesh(torch.device("cpu"), alone, alone, alone, alone, None))
@@ -152,17 +154,19 @@ def _export(
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint meant by a checkpoint, a folder of checkpoints or a run folder."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; name a run folder or a checkpoint")
-    if (path / "manifest.json").exists():
+    if is_checkpoint(path):
         problems = damage(path)
         if problems:
-            raise gone(path) or _damaged(path, problems)
+            raise gone_error(path) or _damaged(path, problems)
         return path
-    found = latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    if found is None:
+    named = step_of(path) is not None
+    folder = path if named else folder_of(path)
+    if not place_of(folder).has(folder):
+        raise CheckpointError(f"{path} is not a folder; name a run folder or a checkpoint")
+    checkpoint = None if named else latest(folder)
+    if checkpoint is None:
         raise CheckpointError(f"{path} has no complete checkpoint; name a run folder or a checkpoint (step-N)")
-    return found
+    return checkpoint
 
 
 def _damaged(path: Path, problems: list[str]) -> CheckpointError:
@@ -177,8 +181,8 @@ def _check_shapes(path: Path, known: dict[str, nn.Parameter], fetch: _FromCheckp
     """Sizes come from files, and memory is taken for them: they must be those of the model."""
     frozen = {name: text.split("-")[1] for name, text in fetch.frozen.items()}
     entries: Any = {name: fetch.metadata.state_dict_metadata[f"model.{name}"] for name in fetch.stored}
-    said = {**frozen, **{name: "x".join(map(str, entry.size)) for name, entry in entries.items()}}
-    for name, shape in said.items():
+    shapes = {**frozen, **{name: "x".join(map(str, entry.size)) for name, entry in entries.items()}}
+    for name, shape in shapes.items():
         if name not in known or "x".join(map(str, known[name].shape)) != shape:
             raise CheckpointError(
                 f"{path} has {name} of shape {shape[:100]}, which its model has not; export another one"
@@ -215,7 +219,7 @@ class _FromCheckpoint:
         if self.files is None:
             self.files = Folder(self.base)
         kind, shape, _ = self.frozen[name].split("-")
-        size = torch.Size(int(each) for each in shape.split("x"))
+        size = torch.Size(int(length) for length in shape.split("x"))
         tensor = torch.empty(size, dtype=getattr(torch, kind))
         plain = saved_name(name.removeprefix("base_model.model."))
         assert plain is not None
@@ -295,10 +299,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in value:
-            yield from _texts(each)
-        for each in value.values() if isinstance(value, dict) else ():
-            yield from _texts(each)
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _generation(about: dict[str, Any]) -> Any:

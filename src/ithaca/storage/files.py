@@ -1,29 +1,28 @@
-"""Checkpoint folders as files: what is in them, which are whole, which is the newest. No torch here, but for numbers.
+"""What a checkpoint holds, which are whole, which is the newest. No torch here, but for numbers.
 
-A checkpoint is a folder `step-N` with a manifest that lists size and SHA-256 of every other file, with the run and the step
-(publish.py says how it comes about). Whoever looks for a checkpoint ignores those without a manifest, or with files of other
+A checkpoint is `step-N` with a manifest that lists size and SHA-256 of every other file, with the run and the step (publish.py says
+how it comes about, place.py where it lies). Whoever looks for a checkpoint ignores those without a manifest, or with files of other
 sizes, or of another run, and says why. Names and sizes are cheap and find what crashes do; `verify` reads every byte and finds the
 rest, numbers that are not finite included; a time that is not the one of writing tells that somebody has touched a file, and that
 reading it is worthwhile.
 
-A run that goes on deletes its old checkpoints, also one that somebody reads just now. It renames a folder before it deletes it, so
-a reader that stumbles looks whether the folder is still there (`gone`): if not, nothing is damaged, and a newer one can be read.
+A run that goes on deletes its old checkpoints, also one that somebody reads just now. It is no checkpoint any more before its first
+byte goes, so a reader that stumbles looks whether it is still there (`gone_error`): if not, nothing is damaged, and a newer one can
+be read.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.fields import shown, wrong
-from ..base.files import kind_of, open_regular
-from ..base.files import read_json as read_limited
+from ..base.files import json_in
 from .digest import BLOCK, Progress, digests
+from .place import LATEST, RUN, place_of, step_of
 from .record import MANIFEST_FIELDS, wrong_state
 
 log = logging.getLogger("ithaca")
@@ -31,8 +30,7 @@ log = logging.getLogger("ithaca")
 Result = TypeVar("Result")
 
 FORMAT = 2
-MANIFEST, STATE, LATEST, RUN = "manifest.json", "state.json", "LATEST", "RUN"
-_PUBLISHED = re.compile(r"step-(\d{1,18})$")
+MANIFEST, STATE = "manifest.json", "state.json"
 _LIMIT = 1 << 30  # bytes of state.json, which has the random states of every rank
 
 
@@ -60,34 +58,40 @@ class NotFiniteValues(CheckpointError):
     exit_code = 6
 
 
-def step_of(path: Path) -> int | None:
-    """The step in a published folder's name; None for any other name."""
-    found = _PUBLISHED.match(path.name)
-    return int(found.group(1)) if found else None
-
-
 def published(folder: Path) -> list[Path]:
-    """Folders named step-N, newest first, whole or not."""
-    found = [path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+    """Checkpoints named step-N, newest first, whole or not."""
+    checkpoints = [path for path in place_of(folder).entries() if step_of(path) is not None]
+    return sorted(checkpoints, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a manifest in it, of whatever kind."""
+    try:
+        place_of(path).open(path / MANIFEST).close()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):  # for whoever reads it
+        pass
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object written by ithaca; CheckpointError if it is something else."""
     try:
-        found = read_limited(path, _LIMIT)
+        with place_of(path.parent).open(path) as file:
+            content = json_in(file, path, _LIMIT)
     except FileNotFoundError:
         raise Damaged(f"{path} does not exist; {path.parent.name} is no complete checkpoint") from None
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror}); use another checkpoint") from None
     except ValueError as error:
         raise Damaged(f"{error}; use another checkpoint") from None
-    version = found.get("format") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or type(version) is not int or version != FORMAT:
+    version = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(content, dict) or type(version) is not int or version != FORMAT:
         raise CheckpointError(
             f"{path} has format {shown(version)}, this ithaca reads {FORMAT}; use the ithaca that wrote it"
         )
-    return found
+    return content
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -132,52 +136,48 @@ def read_state(path: Path) -> dict[str, Any]:
 def damage(path: Path) -> list[str]:
     """What is wrong with a checkpoint, as far as names and sizes tell. Empty: complete."""
     try:
-        files = listed(path)
-    except CheckpointError as error:
+        expected = listed(path)
+        present = place_of(path).files(path)
+    except (CheckpointError, OSError) as error:
         return [str(error)]
-    found = []
-    for name, about in files.items():
-        try:
-            there = (path / name).stat()
-        except OSError:
-            found.append(f"{name} is missing")
-            continue
-        if not stat.S_ISREG(there.st_mode):  # a pipe would be waited for
-            found.append(f"{name} is {kind_of(path / name)}, not a file")
-        elif there.st_size != about["size"]:
-            found.append(f"{name} has {there.st_size:,} bytes, the manifest says {about['size']:,}")
-    return found
+    problems = []
+    for name, entry in expected.items():
+        stored = present.get(name)
+        if stored is None:
+            problems.append(f"{name} is missing")
+        elif stored.kind:  # a pipe would be waited for
+            problems.append(f"{name} is {stored.kind}, not a file")
+        elif stored.size != entry["size"]:
+            problems.append(f"{name} has {stored.size:,} bytes, the manifest says {entry['size']:,}")
+    return problems
 
 
 def changed(path: Path, names: list[str], progress: Progress | None = None) -> list[str]:
     """Of these files of a checkpoint, which hold other bytes than when it was saved."""
-    files = listed(path)
-    found = []
-    for name, digest in digests({name: path / name for name in names}, progress).items():
-        if isinstance(digest, OSError):
-            found.append(f"{name} cannot be read ({digest.strerror})")
-        elif digest != files[name]["sha256"]:
-            found.append(f"{name} has changed since it was saved (SHA-256 differs)")
-    return found
+    expected = listed(path)
+    problems = []
+    for name, digest in digests({name: path / name for name in names}, progress, place_of(path).open).items():
+        if isinstance(digest, Exception):
+            problems.append(f"{name} cannot be read ({getattr(digest, 'strerror', None) or digest})")
+        elif digest != expected[name]["sha256"]:
+            problems.append(f"{name} has changed since it was saved (SHA-256 differs)")
+    return problems
 
 
 def touched(path: Path) -> list[str]:
     """Files that have another time than when they were written: copied, restored, or changed."""
-    found = []
-    for name, about in listed(path).items():
-        try:
-            modified = (path / name).stat().st_mtime_ns
-        except OSError:
-            modified = None
-        if modified != about.get("modified"):
-            found.append(name)
-    return found
+    expected = listed(path)
+    try:
+        present = place_of(path).files(path)
+    except OSError:
+        present = {}
+    times = {name: stored.modified for name, stored in present.items()}
+    return [name for name, entry in expected.items() if times.get(name) != entry.get("modified")]
 
 
-def strangers(path: Path) -> list[str]:
+def unlisted(path: Path) -> list[str]:
     """Files in a checkpoint that its manifest does not know."""
-    known = {*listed(path), MANIFEST}
-    return sorted(each.name for each in path.iterdir() if each.name not in known)
+    return sorted(place_of(path).files(path).keys() - {*listed(path), MANIFEST})
 
 
 # -- which one --------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def strangers(path: Path) -> list[str]:
 
 def run_of(folder: Path) -> str | None:
     """Whose checkpoints a folder holds: what RUN says, or else the newest checkpoint; None: nobody's yet."""
-    if name := _line(folder / RUN):
+    if name := _line(folder, RUN):
         return name
     for path in published(folder):
         try:
@@ -195,7 +195,7 @@ def run_of(folder: Path) -> str | None:
     return None
 
 
-def why_not(path: Path, run: str | None) -> list[str]:
+def unusable(path: Path, run: str | None) -> list[str]:
     """Why a run would not go on from a checkpoint in its folder, as far as can be told without reading all of it."""
     problems = damage(path)
     if problems or run is None:
@@ -209,9 +209,9 @@ def why_not(path: Path, run: str | None) -> list[str]:
     return []
 
 
-def gone(path: Path) -> Gone | None:
+def gone_error(path: Path) -> Gone | None:
     """Why a checkpoint that was there cannot be read: it is there no more. None: it is."""
-    if path.is_dir():
+    if place_of(path).has(path):
         return None
     return Gone(
         f"{path} is not there, or not any more: its run, if that goes on, has pruned it, or somebody has moved it; "
@@ -226,11 +226,11 @@ def newest(find: Callable[[], Path], use: Callable[[Path], Result], named: Path 
         try:
             return use(path)
         except (CheckpointError, OSError) as error:
-            missing = gone(path)
-            if missing is None:
+            gone = gone_error(path)
+            if gone is None:
                 raise
             if path == named:
-                raise missing from error
+                raise gone from error
             log.warning("%s was deleted while it was read, by the run that it is of; going on with a newer one", path)
 
 
@@ -242,17 +242,16 @@ def complete(folder: Path) -> list[Path]:
     """
     folder = Path(folder)
     run = run_of(folder)
-    problems = {path: why_not(path, run) for path in published(folder)}
-    if any(why and gone(path) for path, why in problems.items()):
+    problems = {path: unusable(path, run) for path in published(folder)}
+    if any(reasons and gone_error(path) for path, reasons in problems.items()):
         return complete(folder)  # a run that goes on has published newer ones, and deleted these
-    found = [path for path, why in problems.items() if not why]
-    for path, why in problems.items():
-        if why:
-            log.warning("ignored damaged checkpoint %s: %s", path, "; ".join(why[:3]))
+    for path, reasons in problems.items():
+        if reasons:
+            log.warning("ignored damaged checkpoint %s: %s", path, "; ".join(reasons[:3]))
     named = named_latest(folder)
-    if named is not None and not named.is_dir():
+    if named is not None and not place_of(folder).has(named):
         log.warning("%s names %s, which does not exist", folder / LATEST, named.name)
-    return found
+    return [path for path, reasons in problems.items() if not reasons]
 
 
 def latest(folder: Path) -> Path | None:
@@ -262,14 +261,14 @@ def latest(folder: Path) -> Path | None:
 
 def named_latest(folder: Path) -> Path | None:
     """What LATEST names."""
-    name = _line(folder / LATEST)
+    name = _line(folder, LATEST)
     return folder / os.path.basename(name) if step_of(Path(name)) is not None else None
 
 
-def _line(path: Path) -> str:
+def _line(folder: Path, name: str) -> str:
     """What a file of one line says; nothing if it is not there, or no such file."""
     try:
-        with open_regular(path) as file:
+        with place_of(folder).open(folder / name) as file:
             return file.read(4096).decode().strip()
     except (OSError, ValueError):
         return ""

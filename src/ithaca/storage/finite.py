@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .dcp_errors import plainly
+from .dcp import plainly
 from .digest import Progress
 from .files import NotFiniteValues, listed
 from .safe_metadata import METADATA, SafeReader, read_metadata
@@ -37,8 +37,8 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         local = local_part(tensor)
         if local.is_floating_point() and local.numel():
             groups.setdefault((local.device, local.dtype), {})[name] = local
-    asked = [(list(group), _finite(list(group.values()))) for group in groups.values()]  # all, before one is waited for
-    return [name for names, flags in asked for name, good in zip(names, flags.tolist(), strict=True) if not good]
+    flagged = [(list(group), _finite(list(group.values()))) for group in groups.values()]  # before one is waited for
+    return [name for names, flags in flagged for name, good in zip(names, flags.tolist(), strict=True) if not good]
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:
@@ -76,11 +76,11 @@ def stored_not_finite(path: Path, names: Collection[str] | None = None, progress
     if METADATA not in files:
         return []  # no tensors
     reader = SafeReader(path, read_metadata(path, files))
-    found: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
     with plainly(f"reading {path}"):
         for name, tensor, size in reader.pieces(files if names is None else names):
             if not_finite({name: tensor}):
-                found[name] = found.get(name, Counter()) + _count(tensor)
+                counts[name] = counts.get(name, Counter()) + _count(tensor)
             if progress is not None:
                 progress(size)
-    return [_say(name.removeprefix("model."), count) for name, count in sorted(found.items())]
+    return [_say(name.removeprefix("model."), count) for name, count in sorted(counts.items())]

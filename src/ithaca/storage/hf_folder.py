@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..base.files import sync
 from ..engine.mesh import Mesh
-from .adapters import adapter_state, sources
+from .adapters import adapter_state, exported_parameters
 from .files import CheckpointError
 from .ranks import on_all_ranks, on_rank0
 from .safetensors_shards import Entry, Shards
@@ -46,8 +46,8 @@ class Outgoing:
     trained: Sequence[str]  # names of what a LoRA run trains
     adapters: bool  # write a PEFT folder of those, not a model
     dtype: torch.dtype
-    most: float  # bytes per file
-    beside: Path | None  # folder with the tokenizer
+    max_shard_bytes: float
+    tokenizer_folder: Path | None
 
 
 def write_folder(outgoing: Outgoing, folder: Path, fetch: Fetch, mesh: Mesh) -> Path:
@@ -76,25 +76,25 @@ def _start(folder: Path) -> Path:
 
 def _write_model(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool, opened: ExitStack) -> None:
     """Gathering goes on after rank 0 failed to write: the others are in it."""
-    wanted = sources(outgoing.model)
+    exported = exported_parameters(outgoing.model)
     problem: Exception | None = None
     shards, plain = None, None
     if writes:
         plain = empty_model(outgoing.config)
         entries = [
             Entry(name, tuple(tensor.shape), outgoing.dtype)
-            for source in wanted
-            for name, tensor in _published(plain, source.name, torch.empty(source.shape, device="meta")).items()
+            for parameter in exported
+            for name, tensor in _published(plain, parameter.name, torch.empty(parameter.shape, device="meta")).items()
         ]
-        shards = Shards(hidden, "model", entries, int(outgoing.most))
+        shards = Shards(hidden, "model", entries, int(outgoing.max_shard_bytes))
         opened.callback(shards.leave)
-    for source in wanted:
-        parts = [fetch(name, torch.float32 if source.join else outgoing.dtype) for name in source.parts]
+    for parameter in exported:
+        parts = [fetch(name, torch.float32 if parameter.join else outgoing.dtype) for name in parameter.parts]
         if shards is None or plain is None or problem is not None:
             continue
         try:
-            whole = source.join(*parts).to(outgoing.dtype) if source.join else parts[0]
-            for name, tensor in _published(plain, source.name, whole).items():
+            whole = parameter.join(*parts).to(outgoing.dtype) if parameter.join else parts[0]
+            for name, tensor in _published(plain, parameter.name, whole).items():
                 shards.add(name, tensor)
         except Exception as error:
             problem = error
@@ -151,7 +151,7 @@ def _write_config(outgoing: Outgoing, hidden: Path) -> None:
 
 def _finish(outgoing: Outgoing, hidden: Path, folder: Path) -> None:
     for name in (*_TOKENIZER, _GENERATION):
-        source = None if outgoing.beside is None else outgoing.beside / name
+        source = None if outgoing.tokenizer_folder is None else outgoing.tokenizer_folder / name
         if source is not None and source.is_file() and not (outgoing.adapters and name == _GENERATION):
             shutil.copyfile(source, hidden / name)
     if outgoing.generation is not None and not outgoing.adapters and not (hidden / _GENERATION).exists():

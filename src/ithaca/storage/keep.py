@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ..base.files import remove_halves
 from .check import values
-from .files import LATEST, RUN, changed, published, read_manifest, run_of, step_of, touched, why_not
+from .files import changed, published, read_manifest, run_of, touched, unusable
+from .place import place_of, step_of
 
 log = logging.getLogger("ithaca")
-
-_UNFINISHED = re.compile(r"\.step-\d+\..*\.tmp$")
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[Path]:
@@ -27,25 +23,24 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None) -> list[P
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} would delete the only way back; keep at least 1")
     folder = Path(folder)
-    run, kept, gone = run_of(folder), 0, []
+    place, run = place_of(folder), run_of(folder)
+    kept, removed = 0, []
     for path in published(folder):
         if kept < keep_last:
             kept += _good(path, run)
-        elif not why_not(path, run) and not (keep_every and (step_of(path) or 0) % keep_every == 0):
-            doomed = path.with_name(f".{path.name}.pruned.tmp")
+        elif not unusable(path, run) and not (keep_every and (step_of(path) or 0) % keep_every == 0):
             with suppress(OSError):
-                path.rename(doomed)  # at once: a half-deleted folder must not look like a checkpoint
-                shutil.rmtree(doomed, ignore_errors=True)
-                gone.append(path)
-    return gone
+                place.remove(path)
+                removed.append(path)
+    return removed
 
 
 def _good(path: Path, run: str | None) -> bool:
-    problems = why_not(path, run)
+    problems = unusable(path, run)
     if not problems:
-        odd = touched(path)
-        problems = changed(path, odd)
-        if not problems and (odd or not read_manifest(path).get("finite")):
+        names = touched(path)
+        problems = changed(path, names)
+        if not problems and (names or not read_manifest(path).get("finite")):
             problems = values(path)
     if problems:
         log.warning("checkpoint %s is damaged and does not count as one to keep: %s", path, "; ".join(problems[:3]))
@@ -54,14 +49,13 @@ def _good(path: Path, run: str | None) -> bool:
 
 def unfinished(folder: Path) -> list[Path]:
     """What interrupted saves have left, or a save under way is writing."""
-    return sorted(path for path in Path(folder).glob(".step-*") if _UNFINISHED.match(path.name) and path.is_dir())
+    return sorted(path for path in place_of(Path(folder)).entries() if step_of(path) is None)
 
 
 def remove_unfinished(folder: Path) -> list[Path]:
     """Delete what interrupted saves left behind. Only for whoever holds the run folder: a save under way looks the same."""
-    gone = unfinished(folder)
-    for path in gone:
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (LATEST, RUN):
-        remove_halves(Path(folder) / name)
-    return gone
+    place, drafts = place_of(Path(folder)), unfinished(folder)
+    for path in drafts:
+        place.remove(path)
+    place.sweep()
+    return drafts

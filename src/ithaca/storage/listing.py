@@ -9,16 +9,16 @@ from typing import Any
 from .files import (
     CheckpointError,
     Gone,
-    gone,
+    gone_error,
     named_latest,
     published,
     read_manifest,
     read_state,
     run_of,
-    step_of,
     touched,
-    why_not,
+    unusable,
 )
+from .place import place_of, step_of
 
 
 @dataclass(frozen=True)
@@ -44,38 +44,41 @@ class About:
 
 def find(path: Path) -> list[Path]:
     """The checkpoints meant by a checkpoint, a folder of them or a run folder, newest first. CheckpointError if there are none."""
-    if not path.exists():
-        near = [each for each in published(path.parent)[:5]] if step_of(path) is not None else []
-        known = f"; there are {', '.join(each.name for each in near)}" if near else ""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file; name a run folder, its checkpoints, or one of them (step-N)")
+    one = step_of(path) is not None
+    there = path if one else folder_of(path)
+    if not place_of(there).has(there):
+        others = [other.name for other in published(path.parent)[:5]] if one else []
+        known = f"; there are {', '.join(others)}" if others else ""
         raise CheckpointError(
             f"{path} does not exist{known}; name a run folder, its checkpoints, or one of them (step-N)"
         )
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; name a run folder, its checkpoints, or one of them (step-N)")
-    if step_of(path) is not None:
+    if one:
         return [path]
-    found = published(folder_of(path))
-    if not found:
-        inside = sorted(each.parent.parent.name for each in path.glob("*/checkpoints/step-*"))
+    checkpoints = published(there)
+    if not checkpoints:
+        inside = sorted(other.parent.parent.name for other in path.glob("*/checkpoints/step-*"))
         runs = f"; it has runs with some: {', '.join(dict.fromkeys(inside))}" if inside else ""
         raise CheckpointError(
             f"{path} has no checkpoints{runs}; name a run folder, its checkpoints, or one of them (step-N)"
         )
-    return found
+    return checkpoints
 
 
 def folder_of(path: Path) -> Path:
     """Where the checkpoints of a run folder lie; of a folder of checkpoints, itself; of a checkpoint, the one around."""
     if step_of(path) is not None:
         return path.parent
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    inside = path / "checkpoints"
+    return inside if place_of(inside).has(inside) else path
 
 
 def describe_all(path: Path) -> list[About]:
     """Those that `find` finds, and again if one is deleted meanwhile: by then its run has a newer one."""
     while True:
         try:
-            return [describe(each) for each in find(path)]
+            return [describe(checkpoint) for checkpoint in find(path)]
         except Gone:
             if step_of(path) is not None:
                 raise
@@ -83,28 +86,27 @@ def describe_all(path: Path) -> list[About]:
 
 def describe(path: Path) -> About:
     """Gone if it is deleted meanwhile."""
-    run = run_of(path.parent)
-    problems = why_not(path, run)
-    manifest, state, present, odd = {}, {}, [], []
+    problems = unusable(path, run_of(path.parent))
+    manifest, state, sizes, moved = {}, {}, [], []
     try:
-        present = [each.stat().st_size for each in path.iterdir() if each.is_file()]
+        sizes = [stored.size for stored in place_of(path).files(path).values() if not stored.kind]
         manifest = read_manifest(path)
         state = read_state(path)
-        odd = touched(path)
+        moved = touched(path)
     except (CheckpointError, OSError) as error:
         problems = problems or [str(error)]
-    if problems and (missing := gone(path)):
-        raise missing
+    if problems and (gone := gone_error(path)):
+        raise gone
     world = state.get("world")
     return About(
         path=path,
         step=step_of(path) or 0,
-        state="damaged" if problems else "touched" if odd else "as written",
+        state="damaged" if problems else "touched" if moved else "as written",
         problems=tuple(problems),
         latest=named_latest(path.parent) == path,
         time=manifest.get("time"),
         run=manifest.get("run"),
         world=world.get("size") if isinstance(world, dict) else None,
-        files=len(present),
-        bytes=sum(present),
+        files=len(sizes),
+        bytes=sum(sizes),
     )

@@ -20,7 +20,7 @@ from ..base.faults import reach
 from ..base.versions import require_floors
 from ..engine.run import Run
 from . import rng
-from .dcp_errors import plainly
+from .dcp import plainly
 from .files import (
     CheckpointError,
     Damaged,
@@ -28,15 +28,15 @@ from .files import (
     changed,
     complete,
     damage,
-    gone,
+    gone_error,
     listed,
     published,
     read_state,
-    step_of,
 )
 from .fingerprint import fingerprints
 from .finite import stored_not_finite
 from .low_bit import crossings, narrow, parts_of, widen
+from .place import place_of, step_of
 from .ranks import on_all_ranks, on_rank0
 from .safe_metadata import SafeReader, read_metadata
 from .state import (
@@ -76,15 +76,15 @@ def load(
                 raise
 
 
-def _deleted(path: Path, asked: Path, run: Run) -> bool:
+def _deleted(path: Path, requested: Path, run: Run) -> bool:
     """After a checkpoint could not be read: whether its run, which goes on, has pruned it; then there is a newer one. Gone if this
-    one was asked for. Collective."""
-    missing = on_rank0(run.mesh.world, lambda: str(gone(path) or ""))
-    if missing and path == asked:
-        raise Gone(missing)
-    if missing and run.mesh.world.rank == 0:
+    one was requested for. Collective."""
+    gone = on_rank0(run.mesh.world, lambda: str(gone_error(path) or ""))
+    if gone and path == requested:
+        raise Gone(gone)
+    if gone and run.mesh.world.rank == 0:
         log.warning("%s was deleted while it was read, by the run that it is of; going on with a newer one", path)
-    return bool(missing)
+    return bool(gone)
 
 
 def _load(path: Path, run: Run, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -148,8 +148,8 @@ _SAME_OPTIMIZER = "make the optimizer as it was when saved, or load without one 
 def _good(folder: Path, run: Run, check_hashes: bool) -> Path:
     """The newest checkpoint that is as it was saved. Collective: each rank reads its share."""
     mesh = run.mesh
-    candidates = [Path(each) for each in on_rank0(mesh.world, lambda: [str(path) for path in _candidates(folder)])]
-    for path, older in zip(candidates, [*candidates[1:], None], strict=True):
+    paths = [Path(name) for name in on_rank0(mesh.world, lambda: [str(path) for path in candidates(folder)])]
+    for path, older in zip(paths, [*paths[1:], None], strict=True):
 
         def look(path: Path = path) -> None:
             names = sorted(listed(path))[mesh.world.rank :: mesh.world.size]
@@ -167,27 +167,27 @@ def _good(folder: Path, run: Run, check_hashes: bool) -> Path:
                 raise
             if mesh.world.rank == 0:
                 log.warning("%s. Using %s. 'ithaca ckpt verify %s' lists all damage", error, older.name, path)
-    raise AssertionError("_candidates gives at least one")
+    raise AssertionError("candidates gives at least one")
 
 
-def _candidates(folder: Path) -> list[Path]:
+def candidates(folder: Path) -> list[Path]:
     """Newest first, names and sizes checked; at least one."""
-    if step_of(folder) is not None or not folder.is_dir():
+    if step_of(folder) is not None or not place_of(folder).has(folder):
         problems = damage(folder)
-        if problems and step_of(folder) is not None and (missing := gone(folder)):
-            raise missing
+        if problems and step_of(folder) is not None and (gone := gone_error(folder)):
+            raise gone
         _refuse(folder, "is damaged", problems, _ANOTHER, Damaged)
         return [folder]
-    found = complete(folder)
-    if not found and (damaged := published(folder)):
+    good = complete(folder)
+    if not good and (damaged := published(folder)):
         names = ", ".join(path.name for path in damaged[:5])
         raise Damaged(
             f"{folder} has no good checkpoint: {names} {'is' if len(damaged) == 1 else 'are'} damaged. 'ithaca ckpt verify "
             f"{folder}' lists the damage. Fix: restore one from a copy, or move them away to start from the beginning"
         )
-    if not found:
+    if not good:
         raise CheckpointError(f"{folder} has no complete checkpoint; start without one")
-    return found
+    return good
 
 
 def _refuse(

@@ -1,13 +1,20 @@
-"""What state.json and manifest.json of a checkpoint must hold, whoever wrote them: every field that is used later on."""
+"""What state.json and manifest.json of a checkpoint must hold, whoever wrote them: every field that is used later on. And what a
+save says about its model: enough to build it again. No torch here."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import json
+import platform
 import re
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from ..base.fields import ANYTHING, COUNT, NUMBER, OBJECT, POSITIVE, TEXT, WHOLE, OrNull, Rule, Table, wrong
+
+if TYPE_CHECKING:
+    from ..engine.run import Run
 
 
 def _is_base64(value: Any) -> bool:
@@ -68,19 +75,49 @@ STATE_FIELDS = {
 
 def wrong_state(state: dict[str, Any]) -> str | None:
     """What is wrong with a state.json, in words; None: nothing."""
-    found = wrong(state, STATE_FIELDS)
-    if found is None and len(state["rng"]) != state["world"]["size"]:
-        found = f"rng has {len(state['rng'])} entries for {state['world']['size']} ranks"
-    if found is None and state["optimizer"] is not None:
+    problem = wrong(state, STATE_FIELDS)
+    if problem is None and len(state["rng"]) != state["world"]["size"]:
+        problem = f"rng has {len(state['rng'])} entries for {state['world']['size']} ranks"
+    if problem is None and state["optimizer"] is not None:
         known = {name for group in state["optimizer"]["groups"] for name in group["params"]}
-        odd = next((name for name in state["optimizer"]["numbers"] if name not in known), None)
-        found = None if odd is None else f"optimizer.numbers has {odd[:100]!r}, which is in no group"
-    return found
+        stray = next((name for name in state["optimizer"]["numbers"] if name not in known), None)
+        problem = None if stray is None else f"optimizer.numbers has {stray[:100]!r}, which is in no group"
+    return problem
 
 
 def _like(value: Any, rules: tuple[Any, ...]) -> bool:
     return (
         isinstance(value, list)
         and len(value) == len(rules)
-        and all(wrong(each, rule) is None for each, rule in zip(value, rules, strict=True))
+        and all(wrong(item, rule) is None for item, rule in zip(value, rules, strict=True))
     )
+
+
+def describe_model(run: Run) -> dict[str, Any]:
+    """What is needed to build the model again, without its weights."""
+    config = run.decoder.config
+    generation = getattr(run.decoder.model, "generation_config", None)
+    adapters = {name: settings.to_dict() for name, settings in getattr(run.model, "peft_config", {}).items()}
+    return {
+        "class": type(run.decoder.model).__name__.removeprefix("FSDP"),
+        "name_or_path": str(getattr(config, "_name_or_path", "") or ""),
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "generation_config": json.loads(generation.to_json_string()) if generation is not None else None,
+        "adapters": json.loads(json.dumps(adapters, default=_simple)),
+    }
+
+
+def _simple(value: Any) -> Any:
+    """PEFT's configs hold sets and enums."""
+    return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))
+
+
+def versions() -> dict[str, str]:
+    """Of what wrote it."""
+    known = {"python": platform.python_version()}
+    for name in ("ithaca", "torch", "transformers", "peft", "torchao"):
+        try:
+            known[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return known

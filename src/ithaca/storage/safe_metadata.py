@@ -11,16 +11,20 @@ none, so any is refused. File names in the records must be files of this checkpo
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from .files import CheckpointError
+from .place import Place, place_of
 
 METADATA = ".metadata"
 _RECORDS = "torch.distributed.checkpoint.metadata"
@@ -47,7 +51,7 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(path: Path, files: Collection[str]) -> Metadata:
     """The records of a checkpoint that consists of `files`; CheckpointError if they are not just that."""
     try:
-        with open(path / METADATA, "rb") as file:
+        with place_of(path).open(path / METADATA) as file:
             metadata = _Unpickler(file).load()
         _check(metadata, files)
     except CheckpointError as error:
@@ -68,12 +72,26 @@ def _check(metadata: Any, files: Collection[str]) -> None:
             raise CheckpointError(f"it points to {info.relative_path!r}, which is no plain file of this checkpoint")
 
 
+class _Files(FileSystem):
+    """torch's file operations, as far as reading needs them."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        assert mode == "rb"
+        with self.place.open(Path(path)) as file:
+            yield file
+
+
 class SafeReader(FileSystemReader):
     """torch's reader of checkpoint files, given records that were read safely."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
         self._safe = metadata
+        self.fs = _Files(place_of(path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._safe.storage_meta = self._safe.storage_meta or StorageMeta()
@@ -83,6 +101,6 @@ class SafeReader(FileSystemReader):
         """What lies in these files, one by one: name of the tensor, the part of it, its bytes in the file."""
         for index, info in (self._safe.storage_data or {}).items():
             if info.relative_path in files:
-                with open(Path(self.path) / info.relative_path, "rb") as file:
+                with self.fs.create_stream(Path(self.path) / info.relative_path, "rb") as file:
                     part = torch.load(self._slice_file(file, info), map_location="cpu", weights_only=True)
                 yield index.fqn, part, info.length

@@ -46,12 +46,12 @@ class Entry:
 class Shards:
     """`add` every entry's tensor in order, then `close`. With several files there is an index, as transformers writes it."""
 
-    def __init__(self, folder: Path, stem: str, entries: Sequence[Entry], most: int) -> None:
-        """most: bytes per file; a larger tensor has a file of its own."""
+    def __init__(self, folder: Path, stem: str, entries: Sequence[Entry], max_bytes: int) -> None:
+        """max_bytes: of a file; a larger tensor has a file of its own."""
         self.folder, self.stem = folder, stem
         files: list[list[Entry]] = [[]]
         for entry in entries:
-            if files[-1] and sum(each.bytes for each in files[-1]) + entry.bytes > most:
+            if files[-1] and sum(other.bytes for other in files[-1]) + entry.bytes > max_bytes:
                 files.append([])
             files[-1].append(entry)
         count = len(files)

@@ -46,8 +46,8 @@ def has_adapters(run: Run) -> bool:
 
 
 def model_tensors(run: Run) -> Tensors:
-    every = not has_adapters(run)
-    return {f"model.{name}": p.detach() for name, p in run.model.named_parameters() if every or p.requires_grad}
+    whole = not has_adapters(run)
+    return {f"model.{name}": p.detach() for name, p in run.model.named_parameters() if whole or p.requires_grad}
 
 
 def frozen_of(run: Run) -> list[tuple[str, Tensor]]:
@@ -71,20 +71,20 @@ def optimizer_state(run: Run, optimizer: torch.optim.Optimizer) -> OptimizerStat
     layouts = on_all_ranks(
         run.mesh.world, lambda: {key: layout_of(value) for key, (value, _) in plain.items() if is_packed(value)}
     )
-    anywhere: dict[str, Any] = {}  # in 8 bits on some rank
-    for theirs in gather(run.mesh.world, layouts):
-        anywhere.update({key: layout or anywhere.get(key) for key, layout in theirs.items()})
-    apart = set(anywhere)
-    if anywhere:
-        fitting = {key for key, layout in anywhere.items() if fits(plain[key][0], layout)}
-        apart = set.intersection(*gather(run.mesh.world, fitting))
+    packed: dict[str, Any] = {}  # in 8 bits on some rank
+    for rank_layouts in gather(run.mesh.world, layouts):
+        packed.update({key: layout or packed.get(key) for key, layout in rank_layouts.items()})
+    stored_packed = set(packed)
+    if packed:
+        fitting = {key for key, layout in packed.items() if fits(plain[key][0], layout)}
+        stored_packed = set.intersection(*gather(run.mesh.world, fitting))
 
     def flatten() -> Tensors:
         tensors: Tensors = {}
         for key, (value, parameter) in plain.items():
-            if key in apart:
-                tensors.update(take_apart(key, value, anywhere[key]))
-            elif key in anywhere:
+            if key in stored_packed:
+                tensors.update(take_apart(key, value, packed[key]))
+            elif key in packed:
                 tensors[key] = wide_copy(value)
             elif isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
                 raise CheckpointError(
@@ -96,7 +96,7 @@ def optimizer_state(run: Run, optimizer: torch.optim.Optimizer) -> OptimizerStat
         return tensors
 
     about = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
-    return OptimizerState(on_all_ranks(run.mesh.world, flatten), about, {key: plain[key][0] for key in anywhere})
+    return OptimizerState(on_all_ranks(run.mesh.world, flatten), about, {key: plain[key][0] for key in packed})
 
 
 def _local(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> Any:
@@ -131,7 +131,7 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple):
-        return [_plain(key, each) for each in value]
+        return [_plain(key, item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise NotFiniteValues(f"optimizer.{key} is {value}")
     if value is None or isinstance(value, bool | int | float | str):
@@ -186,25 +186,27 @@ def restore_numbers(optimizer: torch.optim.Optimizer, run: Run, about: dict[str,
 
 def group_differences(optimizer: torch.optim.Optimizer, run: Run, about: dict[str, Any]) -> list[str]:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    found = []
+    problems = []
     if about["class"] != type(optimizer).__name__:
-        found.append(f"the optimizer was {about['class']} and is {type(optimizer).__name__}")
+        problems.append(f"the optimizer was {about['class']} and is {type(optimizer).__name__}")
     now = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
     saved = [group["params"] for group in about["groups"]]
     if [len(group) for group in now] != [len(group) for group in saved]:
         sizes = " + ".join(str(len(group)) for group in saved), " + ".join(str(len(group)) for group in now)
-        found.append(f"the optimizer's groups had {sizes[0]} parameters and have {sizes[1]}")
+        problems.append(f"the optimizer's groups had {sizes[0]} parameters and have {sizes[1]}")
     elif now != saved:
-        odd = next((a, b) for one, two in zip(saved, now, strict=True) for a, b in zip(one, two, strict=True) if a != b)
-        found.append(f"the optimizer's groups had {odd[0]} where they have {odd[1]}")
+        pair = next(
+            (a, b) for one, two in zip(saved, now, strict=True) for a, b in zip(one, two, strict=True) if a != b
+        )
+        problems.append(f"the optimizer's groups had {pair[0]} where they have {pair[1]}")
     else:
-        found += [
+        problems += [
             f"the optimizer's {key} was {value!r:.60} and is {group[key]!r:.60}"
             for group, was in zip(optimizer.param_groups, about["groups"], strict=True)
             for key, value in was["options"].items()
             if key in group and not _alike(group[key], value)
         ]
-    return found
+    return problems
 
 
 def _alike(now: Any, value: Any) -> bool:
@@ -221,19 +223,19 @@ def differences(tensors: Tensors, metadata: Metadata, prefix: str, except_for: S
     stored = metadata.state_dict_metadata
     entries = {key: entry for key, entry in stored.items() if key.startswith(prefix) and key not in except_for}
     tensors = {key: tensor for key, tensor in tensors.items() if key not in except_for}
-    found = []
+    problems = []
     for key in sorted(entries.keys() | tensors.keys()):
         name, entry, tensor = key.removeprefix(prefix), entries.get(key), tensors.get(key)
         if entry is None:
-            found.append(f"{name} is not in the checkpoint")
+            problems.append(f"{name} is not in the checkpoint")
         elif tensor is None:
-            found.append(f"{name} is not in this run")
+            problems.append(f"{name} is not in this run")
         else:
             assert isinstance(entry, TensorStorageMetadata)  # safe_metadata lets nothing else through
             then, now = (tuple(entry.size), entry.properties.dtype), (tuple(tensor.shape), tensor.dtype)
             if then != now:
-                found.append(f"{name} is {_kind(*then)} in the checkpoint and {_kind(*now)} in this run")
-    return found
+                problems.append(f"{name} is {_kind(*then)} in the checkpoint and {_kind(*now)} in this run")
+    return problems
 
 
 def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:

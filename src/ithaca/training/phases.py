@@ -33,7 +33,8 @@ from ..config.schema import Config, StackOptions
 from ..engine.build import device_of, model_config
 from ..engine.ranks import on_rank0, world_group
 from ..stack import Stack
-from ..storage.files import latest, step_of
+from ..storage.files import latest
+from ..storage.place import step_of
 from .automatic import automatic_stack
 
 log = logging.getLogger("ithaca")

@@ -8,8 +8,6 @@ at once. What only workers can know is left to them: GPUs, their memory, other h
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,8 +40,9 @@ from ..engine.optimizer import build_optimizer
 from ..evaluation.held_out import held_out_config, open_language
 from ..evaluation.suite import make_suite
 from ..stack import require
-from ..storage.files import CheckpointError, changed, published, read_state, run_of, touched, why_not
-from ..storage.loading import _candidates as candidates
+from ..storage.files import CheckpointError, changed, published, read_state, run_of, touched, unusable
+from ..storage.loading import candidates
+from ..storage.place import place_of
 from .resume import check_same
 
 
@@ -166,7 +165,7 @@ def _checkpoint(
     found: Preflight, config: Config, folder: RunFolder, text: str, contents: Mapping[str, Any], allow_change: bool
 ) -> None:
     every, run = published(folder.checkpoints), run_of(folder.checkpoints)
-    path = next((each for each in every if not why_not(each, run)), None)
+    path = next((each for each in every if not unusable(each, run)), None)
     if path is None:
         if every:
             candidates(folder.checkpoints)  # says that none is good
@@ -179,16 +178,17 @@ def _checkpoint(
 
 def _room(folder: RunFolder, need: int) -> None:
     """For the weights of one checkpoint; a save counts the rest."""
-    there = next(each for each in (folder.checkpoints, *folder.checkpoints.absolute().parents) if each.is_dir())
-    if not os.access(there, os.W_OK | os.X_OK):
+    try:
+        free = place_of(folder.checkpoints).room()
+    except PermissionError as error:
         raise CheckpointError(
-            f"checkpoints cannot be written to {there}; nothing was trained: choose another run.folder, or change its permissions"
-        )
-    free = shutil.disk_usage(there).free
+            f"checkpoints cannot be written to {error.filename}; nothing was trained: choose another run.folder, or change its "
+            "permissions"
+        ) from None
     if free < need:
         raise CheckpointError(
-            f"{there} has {format_bytes(free)} free, and the weights alone of a checkpoint take {format_bytes(need)}; make room, "
-            "or choose another run.folder"
+            f"{folder.checkpoints} has {format_bytes(free)} free, and the weights alone of a checkpoint take {format_bytes(need)}; "
+            "make room, or choose another run.folder"
         )
 
 

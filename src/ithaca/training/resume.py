@@ -105,14 +105,14 @@ def check_same(
 def changes(before: str, now: str, step: int) -> tuple[list[str], list[str]]:
     """Of two configs as text, the first of which was trained to `step`: (changes to mention, changes to refuse), each as
     `train.lr 1e-05 → 3e-05`."""
-    configs = [load_plain(each, "the config of the checkpoint") for each in (before, now)]
+    configs = [load_plain(text, "the config of the checkpoint") for text in (before, now)]
     begun = _begun(configs[0].get("phases") or [], step)
-    if all(each.get("phases") for each in configs):
-        for each in configs:  # the longest of them, and no setting of its own
-            each.get("data", {}).pop("context", None)
-    for each in configs:
-        each["phases"] = {str(number): phase for number, phase in enumerate(each.get("phases") or (), 1)}
-    old, new = (_flat(each, "") for each in configs)
+    if all(config.get("phases") for config in configs):
+        for config in configs:  # the longest of them, and no setting of its own
+            config.get("data", {}).pop("context", None)
+    for config in configs:
+        config["phases"] = {str(number): phase for number, phase in enumerate(config.get("phases") or (), 1)}
+    old, new = (_flat(config, "") for config in configs)
     said, refused = [], []
     for name in sorted(old.keys() | new.keys()):
         if name in _HARMLESS or old.get(name) == new.get(name):
@@ -132,8 +132,8 @@ def _begun(phases: list[dict[str, Any]], step: int) -> set[str]:
     return {str(number) for number, begin in enumerate(begins[:-1], 1) if begin < step}
 
 
-def refusal(step: int, found: list[str]) -> str:
-    shown = "\n  ".join([*found[:12], *([f"and {len(found) - 12} more"] if len(found) > 12 else [])])
+def refusal(step: int, changed: list[str]) -> str:
+    shown = "\n  ".join([*changed[:12], *([f"and {len(changed) - 12} more"] if len(changed) > 12 else [])])
     return (
         f"the run was trained with other settings up to step {step}:\n  {shown}\nGo on with the new ones with --allow-change, "
         "take the old ones back, or start in another run.folder"
@@ -143,8 +143,8 @@ def refusal(step: int, found: list[str]) -> str:
 def topology(before: dict[str, Any], now: dict[str, Any], sample: int) -> str | None:
     """One line if the ranks or their layout changed. before, now: {"size": ..., "stack": {...}} as state.json has it."""
     shapes = [
-        (each["size"], each["stack"].get("ulysses"), each["stack"].get("ring"), each["stack"].get("replicate"))
-        for each in (before, now)
+        (world["size"], world["stack"].get("ulysses"), world["stack"].get("ring"), world["stack"].get("replicate"))
+        for world in (before, now)
     ]
     if shapes[0] == shapes[1]:
         return None
@@ -155,10 +155,10 @@ def topology(before: dict[str, Any], now: dict[str, Any], sample: int) -> str | 
 def _flat(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {name: value}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, inner in value.items():
-        found.update(_flat(inner, f"{name}.{key}" if name else str(key)))
-    return found
+        flat.update(_flat(inner, f"{name}.{key}" if name else str(key)))
+    return flat
 
 
 def _word(value: Any) -> str:

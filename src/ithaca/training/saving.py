@@ -25,6 +25,7 @@ from ..engine.run import Run
 from ..observe.metrics import Metrics
 from ..storage import checkpoint as checkpoints
 from ..storage.checkpoint import prune
+from ..storage.files import gone_error
 from ..storage.finite import require_finite
 from ..storage.ranks import on_all_ranks, on_rank0
 
@@ -153,7 +154,7 @@ class Saver:
         self._failed += 1
         self.metrics.event("save_failed", at_step=step, cause=str(error))
         most, kept = self.options.failures, self.newest or "no checkpoint yet"
-        if self.newest is not None and not (self.folder.path / self.newest).is_dir():
+        if self.newest is not None and gone_error(self.folder.path / self.newest):
             kept = f"none ({self.newest} was deleted)"
         if needed or self._failed >= most:
             raise Failed(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..base import faults
 from ..base.exits import NOT_FINITE, Failed
 from ..base.files import write_atomically
+from ..base.holding import module_holds
 from ..config.schema import Train
 from ..engine.batch import Batch
 from ..engine.optimizer import clip, global_norm, gradients, learning_rate, set_learning_rate
@@ -27,6 +28,7 @@ from ..engine.run import Run
 from ..storage.finite import not_finite
 
 log = logging.getLogger("ithaca")
+module_holds(__name__, "gradients")
 
 
 class NotFinite(Failed):

@@ -55,7 +55,7 @@ from ..planner.text import beside
 from ..stack import Stack
 from .agreement import Agreement
 from .automatic import automatic_stack, planned
-from .launch import pulse
+from .launch import heartbeat
 from .launch.environment import ATTEMPT, find_job
 from .resume import resume
 from .saving import Saver, grace_of
@@ -170,7 +170,7 @@ class Trainer:
             self.saver = Saver(config, self.folder, run, self.optimizer, metrics, resumed and resumed.name)
             planned = on_rank0(world_group(), lambda: self.plan and self.plan.speed.seconds)
             if planned is not None:
-                pulse.expect(planned)
+                heartbeat.expect(planned)
             self.stop.early = False
             self._loop(metrics, suite, self.saver)
             if self.stopping is not None:
@@ -248,7 +248,7 @@ class Trainer:
     def _enter(self, section: str, words: str, step: int) -> None:
         """Something else begins: for the person at the display, for whoever watches for hangs, and for faults."""
         faults.at(step)
-        pulse.section(section, step)
+        heartbeat.section(section, step)
         self.display.doing(words, self.step)
 
     def _compare(self, record: StepRecord) -> None:
@@ -274,9 +274,9 @@ class Trainer:
                 pack_held_out(self.config, self.display.say)
 
         if self.config.data.is_packed:
-            pulse.section("pack")  # which may take hours, and has no limit
+            heartbeat.section("pack")  # which may take hours, and has no limit
         on_rank0(self.model.mesh.world, pack_all)
-        pulse.section("setup")
+        heartbeat.section("setup")
         stream = open_stream(self.config, self.hf.vocab_size)
         return stream, open_suite(self.config, self.hf, self.model.mesh.data.size) if evaluates else None
 

@@ -1,11 +1,14 @@
 """Workers as forks of one process that has done the imports.
 
 A worker spends its first seconds importing torch and transformers, and again at every restart, and so does each of its neighbours.
-So the launcher starts the command once, as a template: it goes as far as `start`, imports what workers need, and waits. A worker is
+So the launcher starts the command once, as a template: it goes as far as `serve`, imports what workers need, and waits. A worker is
 a fork of it (milliseconds) that goes on from there with variables and open files of its own, as if it had been started by itself.
 
     launcher    Template     starts the process; asks it for workers
+                start        a worker: forked, or where that cannot be, by the command
     template    serve        imports, waits, forks; returns in each worker
+
+The launcher is that of a run (training/launch), or whoever has a pool of ranks (pool.py).
 
 Whose child     A worker is forked twice, so that the launcher adopts it: it is waited for and signalled, and dies with the launcher
                 like one that was started by itself. The death of the template harms nobody.
@@ -24,19 +27,19 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from .process import Process, adopting_orphans
 from .signals import held_back
-from .system import set_name, tie_to_launcher
+from .system import die_with, set_name
 
 TEMPLATE = "ITHACA_TEMPLATE"  # the variable that says where orders come from
 READY_SECONDS = 120.0  # for its imports, on a cold disk
 _ANSWER_SECONDS = 10.0  # for a fork
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h
 _READY = b"ready"
 # What every process imports that computes. Of transformers the submodules that model files are built from, no model file.
@@ -56,32 +59,25 @@ FIT = {
 }
 
 
-@dataclass
-class Forked:
-    """A worker that the template made. Like a `subprocess.Popen`, as far as the launcher needs one."""
-
-    pid: int
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
 class Template:
     """In the launcher: the process that workers are forked from. It is kept from attempt to attempt."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self.environ: dict[str, str] = {}
-        self.log = Path()
+        self.log: Path | None = None
         self.refused = False  # it would be again
-        self.adopted = False  # whether this process did so before, for reasons of its own
+        self.ready = False  # not if its start was interrupted
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
 
-    def prepare(self, environ: Mapping[str, str], log: Path, signals: list[int], seconds: float | None = None) -> bool:
+    def prepare(
+        self, environ: Mapping[str, str], log: Path | None, signals: Sequence[int] = (), seconds: float | None = None
+    ) -> bool:
         """Start it, unless it waits already. False: workers have to be started one by one.
 
-        environ: that of the workers, as far as they have the same. signals: those that have arrived, which end the waiting.
+        environ: that of the workers, as far as they have the same. log: for what it says; None = stderr.
+        signals: those that have arrived, which end the waiting.
         """
         if self._answers() or self.refused:
             return not self.refused
@@ -89,16 +85,16 @@ class Template:
         self.log = log
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environ = {**environ, **FIT, TEMPLATE: str(theirs.fileno())}
-        with theirs, open(log, "ab") as file, held_back():
+        with theirs, open(self.log or os.dup(2), "ab") as file, held_back():
             self.process = subprocess.Popen(
                 self.command, env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        self.adopted = _adopt_orphans(True)
         until, said = time.monotonic() + (seconds or READY_SECONDS), None
         while said is None and time.monotonic() < until and not signals:
             said = self._receive() if self._hears(0.05) else None
-        if said == _READY:
+        self.ready = said == _READY
+        if self.ready:
             return True
         if signals:
             self.close()
@@ -107,33 +103,31 @@ class Template:
             self._give_up("took too long" if said is None else "could not be used")
         return False
 
-    def fork(
-        self, environ: Mapping[str, str], *, stdout: int, stderr: int, files: Sequence[int], named: Mapping[str, int]
-    ) -> Forked | None:
-        """A worker with these variables. None: there is none, start it in another way.
-
-        files: open files that it gets too. named: variables that get the number which a file has there.
-        """
+    def fork(self, environ: Mapping[str, str], name: str, files: Sequence[int], named: Mapping[str, int]) -> int | None:
+        """-> its process id; None: there is none, start it in another way. files: stdout, stderr, and what `start` says."""
         if self.control is None:
             return None
         order = {
-            "set": {name: value for name, value in environ.items() if self.environ.get(name) != value},
-            "unset": [name for name in self.environ if name not in environ],
+            "set": {variable: value for variable, value in environ.items() if self.environ.get(variable) != value},
+            "unset": [variable for variable in self.environ if variable not in environ],
             "named": list(named),
+            "name": name,
+            "launcher": os.getpid(),
         }
         try:
-            socket.send_fds(self.control, [json.dumps(order).encode()], [stdout, stderr, *named.values(), *files])
-            answer = self._receive() if self._hears(_ANSWER_SECONDS) else b""
+            with _forking, adopting_orphans():
+                socket.send_fds(self.control, [json.dumps(order).encode()], [*files[:2], *named.values(), *files[2:]])
+                answer = self._receive() if self._hears(_ANSWER_SECONDS) else b""
         except OSError:
             answer = b""
         if not answer:
             self._give_up("has failed")
             return None
-        return Forked(int(answer))
+        return int(answer)
 
     def _give_up(self, why: str) -> None:
         self.close()
-        with open(self.log, "a") as file:
+        with open(self.log or os.dup(2), "a") as file:
             file.write(f"ithaca: the process that workers are forked from {why}; they are started one by one\n")
 
     def __enter__(self) -> Template:
@@ -143,6 +137,7 @@ class Template:
         self.close()
 
     def close(self) -> None:
+        self.ready = False
         if self.control is not None:
             self.control.close()
             self.control = None
@@ -150,10 +145,9 @@ class Template:
             self.process.kill()
             self.process.wait()
             self.process = None
-            _adopt_orphans(self.adopted)
 
     def _answers(self) -> bool:
-        return self.process is not None and self.process.poll() is None and not self._hears(0.0)
+        return self.ready and self.process is not None and self.process.poll() is None and not self._hears(0.0)
 
     def _hears(self, seconds: float) -> bool:
         """Has it said something, or hung up?"""
@@ -167,10 +161,35 @@ class Template:
         return b""
 
 
+_forking = threading.Lock()  # whether this process adopts orphans is one switch for all its threads
+
+
+def start(
+    command: Sequence[str], environ: Mapping[str, str], name: str, *, named: Mapping[str, int], files: Sequence[int] = (1, 2),
+    template: Template | None = None, listening: bool = False,
+) -> Process:  # fmt: skip
+    """A child with these variables: a fork of the template, or a process that runs `command`, which is the template's too.
+
+    name: for ps; one that is not forked gives it to itself. named: variables that get the number which a file has there.
+    files: its stdout, its stderr, and others that it gets too. listening: it calls `signals.listen`, and may start with signals
+    blocked. Forks do.
+    """
+    pid = template and template.fork(environ, name, files, named)
+    if pid is None:
+        environ = {**environ, **{variable: str(file) for variable, file in named.items()}}
+        with held_back() if listening else nullcontext():
+            child = subprocess.Popen(
+                list(command), env=environ, stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1],
+                pass_fds=[*named.values(), *files[2:]], start_new_session=True,
+            )  # fmt: skip
+        pid, child.returncode = child.pid, 0  # not for `subprocess` to wait for
+    return Process(pid)
+
+
 def serve(preload: Sequence[str]) -> None:
     """In the template: import `preload`, then fork workers for as long as the launcher asks. Returns in each of them."""
     control = socket.socket(fileno=int(os.environ.pop(TEMPLATE)))
-    tie_to_launcher(os.environ)
+    die_with(os.getppid())  # if it is gone already, so is the other end of `control`
     set_name("ithaca template")
     for module in preload:
         importlib.import_module(module)
@@ -215,8 +234,8 @@ def _become_worker(order: dict, files: list[int], between: int) -> None:
         os.environ.pop(name, None)
     os.environ.update(order["set"])
     os.environ.update({name: str(file) for name, file in zip(order["named"], files[2:], strict=False)})
-    tie_to_launcher(os.environ)
-    set_name(f"ithaca rank {os.environ['RANK']}")
+    die_with(order["launcher"])
+    set_name(order["name"])
     if "numpy" in sys.modules:  # it drew its seed when it was imported, the same for all forks
         sys.modules["numpy"].random.seed()
 
@@ -225,8 +244,8 @@ def _unfit() -> str | None:
     """Why this process must not be forked."""
     if _cuda_has_begun():
         return "something that was imported has initialised CUDA"
-    others = [each for each in os.listdir("/proc/self/task") if int(each) != os.getpid()]
-    names = [Path(f"/proc/self/task/{each}/comm").read_text().strip() for each in others]
+    others = [thread for thread in os.listdir("/proc/self/task") if int(thread) != os.getpid()]
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in others]
     # NVML, with which torch counts GPUs because it may be forked, has a thread that waits for events; a fork needs none.
     names = [name for name in names if not name.startswith("cuda")]
     return f"something that was imported has started threads ({', '.join(names)})" if names else None
@@ -241,19 +260,3 @@ def _cuda_has_begun() -> bool:
     except OSError:  # nobody has loaded it
         return False
     return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
-
-
-def reap(session: int, seconds: float = 0.0) -> None:
-    """What a worker of this process id had started and left behind has become ours; it has been killed."""
-    until = time.monotonic() + seconds
-    with suppress(ChildProcessError):
-        while os.waitid(os.P_PGID, session, os.WEXITED | os.WNOHANG) or time.monotonic() < until:
-            time.sleep(0.001)
-
-
-def _adopt_orphans(yes: bool) -> bool:
-    """-> whether this process did so before"""
-    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
-    return bool(before.value)

@@ -6,8 +6,8 @@ collective for ever. Both together are why distributed code usually goes unteste
 
 Method. Start once, reuse, and never wait without a limit.
 
-- One fork server imports torch and transformers (seconds, once); each worker is a fork of it (milliseconds). The server
-  has a single thread and never touches a GPU, so forking it is safe.
+- One process imports torch and transformers (seconds, once); each worker is a fork of it (milliseconds). All pools of
+  this process share it (fork_server.py).
 - `run(fn, *args, world=w)` calls a module-level function on ranks 0..w-1 and returns their results in rank order. The
   parent hosts one TCPStore on the loopback interface. Ranks form a default group of exactly w under a fresh prefix of
   that store, and keep it until w changes or a run fails. The parent alone keeps the time; the group has no timeout.
@@ -16,9 +16,7 @@ Method. Start once, reuse, and never wait without a limit.
 - A worker that raises answers with its traceback. If its peers are not done a few seconds later they wait for it in
   vain. Then, or when a rank dies or time is up, the parent asks every silent rank for its Python stack, kills
   all workers, raises one `WorkerError`, and starts new ones at the next run.
-- A thread in each worker reads the pipe from the parent and ends the process at end of file, even in the middle of
-  `fn`: when the parent dies by whatever means, so do the workers. (PR_SET_PDEATHSIG cannot do this. A worker's parent
-  is the fork server, which by design lives as long as any worker does.)
+- When the parent dies, by whatever means, so do the workers (worker.py).
 
 Arguments and results travel by pickle, tensors by value; return CPU tensors. Every run starts from seed 0.
 
@@ -29,32 +27,28 @@ Not supported: functions that cannot be imported by name (lambdas, closures), se
 from __future__ import annotations
 
 import atexit
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.util  # before our own atexit hook: its hook joins children, ours must have ended them by then
 import os
 import pickle
-import select
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .fork_server import FIT, MODELS
-from .worker import LOOPBACK, NEVER, Answer, Failure, call, join, settle, work
+from .fork_server import MODELS, Template
+from .rank import LOOPBACK, NEVER, Answer, Failure, call, join, settle, work
+from .worker import Worker, command, receive, stop
 
-_START_SECONDS = 120.0  # for the fork server's imports, on a cold disk
+_START_SECONDS = 120.0  # for the imports, on a cold disk
 _GRACE_SECONDS = 5.0  # for the peers of a rank that raised
 _WORD_SECONDS = 2.0  # for one that dies or hangs to say how or where
-_PRELOAD = ("ithaca.base.processes.pool", *MODELS)
+_LOOK_SECONDS = 0.5  # between two looks whether one has died that left its pipe to a child of its own
+_PRELOAD = ("ithaca.base.processes.rank", *MODELS)
 
 
 class WorkerError(RuntimeError):
@@ -95,7 +89,7 @@ class Workers:
         self.threads = threads
         self.timeout = timeout
         self.preload = tuple(preload)
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._store: dist.TCPStore | None = None
         self._generation = 0  # how many groups were formed
         self._world = 0  # size of the group that stands; 0: form a new one before the next run
@@ -148,11 +142,13 @@ class Workers:
             self._store = _host_store()
             atexit.register(self.close)
         self._world = 0
-        _ensure_fork_server([*_PRELOAD, *self.preload], self.threads)
+        # torch's own number of threads does not hold for the libraries below it, which then spin beside ranks that have work
+        environ = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        template = ready_template([*_PRELOAD, *self.preload], environ)
         try:
             for rank in missing:
-                self._workers.append(_Worker.start(rank))
-            self._send(missing, settle, self.device, self.threads, self._store.port, dict(os.environ))
+                self._workers.append(Worker(f"ithaca rank {rank}", work, rank, template=template, environ=environ))
+            self._send(missing, settle, self.device, self.threads, self._store.port)
             self._collect(missing, _START_SECONDS, "while starting")
         except WorkerError:
             self._stop()  # half a start is none
@@ -167,15 +163,12 @@ class Workers:
         self._world = world
 
     def _stop(self) -> None:
-        for worker in self._workers:
-            worker.stop()
-        for worker in self._workers:
-            worker.reap()
+        stop(self._workers)
         self._workers = []
         self._world = 0
 
-    def _send(self, ranks: Sequence[int], command: Callable[..., Any], *args: Any) -> None:
-        message = pickle.dumps((command, args))
+    def _send(self, ranks: Sequence[int], do: Callable[..., Any], *args: Any) -> None:
+        message = pickle.dumps((do, args))
         for rank in ranks:
             with suppress(OSError):  # a dead worker is reported by _collect
                 self._workers[rank].pipe.send_bytes(message)
@@ -188,18 +181,20 @@ class Workers:
         limit = time.monotonic() + seconds
         while silent and not died:
             workers = {rank: self._workers[rank] for rank in silent}
-            sources = [source for worker in workers.values() for source in (worker.pipe, worker.process.sentinel)]
-            ready = wait(sources, max(0.0, limit - time.monotonic()))
-            if not ready:
+            seconds_left = max(0.0, min(limit - time.monotonic(), _LOOK_SECONDS))
+            ready = wait([worker.pipe for worker in workers.values()], seconds_left)
+            if not ready and time.monotonic() >= limit:
                 break
             for rank, worker in workers.items():
-                if worker.pipe not in ready and worker.process.sentinel not in ready:
+                if worker.pipe not in ready and not worker.process.ended():
                     continue
                 silent.remove(rank)
                 try:
-                    answers[rank] = worker.receive()
+                    if not worker.pipe.poll():
+                        raise EOFError  # it has died, and a child of its own has its pipe
+                    answers[rank] = receive(worker.pipe)
                 except (EOFError, OSError):
-                    died[rank] = worker.cause_of_death()
+                    died[rank] = worker.cause_of_death(_WORD_SECONDS)
             if any(answer.failure for answer in answers.values()):
                 limit = min(limit, time.monotonic() + _GRACE_SECONDS)
 
@@ -208,10 +203,16 @@ class Workers:
             self._world = 0
         if not (failures or died or silent):
             return [answers[rank].value for rank in ranks]
-        stacks = {} if died else _stacks({rank: self._workers[rank] for rank in silent})
+        stacks = {} if died else self._stacks(silent)
         if died or silent or self.device == "cuda":
             self._stop()
         raise _error(len(ranks), failures, died, stacks, seconds, phase)
+
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        for rank in ranks:
+            self._workers[rank].ask_for_stack()
+        until = time.monotonic() + _WORD_SECONDS
+        return {rank: self._workers[rank].stack(until - time.monotonic()) for rank in ranks}
 
 
 def _error(
@@ -255,88 +256,6 @@ def _ranks(ranks: list[int], world: int) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-@dataclass
-class _Worker:
-    """A worker process as the parent sees it."""
-
-    process: Any  # multiprocessing's ForkServerProcess
-    pipe: Connection
-    stacks: Connection
-
-    @classmethod
-    def start(cls, rank: int) -> _Worker:
-        context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe()
-        stacks, stacks_writer = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(rank, theirs, stacks_writer), name=f"ithaca rank {rank}")
-        try:
-            process.start()
-        except (OSError, EOFError) as error:
-            raise WorkerError(
-                f"cannot start rank {rank}: the fork server is gone ({error!r}); "
-                "if a preloaded module failed to import, its traceback is on stderr",
-                [rank],
-                "died",
-            ) from error
-        finally:
-            theirs.close()
-            stacks_writer.close()
-        return cls(process, ours, stacks)
-
-    @property
-    def idle(self) -> bool:
-        """Alive, with nothing to say. The pipe of a dead worker is at its end before its exit code is known."""
-        return self.process.is_alive() and not self.pipe.poll()
-
-    def receive(self) -> Answer:
-        if not self.pipe.poll(_WORD_SECONDS):
-            raise EOFError  # without the fork server a worker counts as dead, though its pipe is open
-        return pickle.loads(self.pipe.recv_bytes())
-
-    def cause_of_death(self) -> str:
-        self.process.join(_WORD_SECONDS)
-        code = self.process.exitcode
-        if code is None:
-            return "it closed its pipe"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def stop(self) -> None:
-        self.pipe.close()
-        self.stacks.close()
-        self.process.kill()
-
-    def reap(self) -> None:
-        self.process.join(10.0)
-        with suppress(ValueError):  # still there after SIGKILL: stuck in the kernel, nothing more to do
-            self.process.close()
-
-
-def _stacks(workers: dict[int, _Worker]) -> dict[int, str]:
-    """Where each worker stands, as its faulthandler tells, without the frames of this file."""
-    for worker in workers.values():
-        with suppress(ProcessLookupError):
-            os.kill(worker.process.pid, signal.SIGUSR1)
-    limit = time.monotonic() + _WORD_SECONDS
-    stacks = {}
-    for rank, worker in workers.items():
-        text = b""
-        while not text.endswith(b" in <module>\n"):  # where the main thread began, and that is the last one
-            chunk = b""
-            if select.select([worker.stacks], [], [], max(0.0, limit - time.monotonic()))[0]:
-                chunk = os.read(worker.stacks.fileno(), 65536)
-            if not chunk:
-                break
-            text += chunk
-        frames = []
-        for thread in text.decode(errors="replace").split("\n\n"):
-            if "in _listen" not in thread:
-                frames += [line for line in thread.splitlines() if line.startswith("  ")]
-        ours = (f'"{__file__}"', "/multiprocessing/", "<string>")
-        frames = [line for line in frames if not any(name in line for name in ours)]
-        stacks[rank] = "\n".join(frames) or "  (no Python stack)"
-    return stacks
-
-
 def _host_store() -> dist.TCPStore:
     """The store of all groups of a pool. It listens on loopback only; by itself TCPStore would listen everywhere."""
     listener = socket.create_server((LOOPBACK, 0))
@@ -346,18 +265,14 @@ def _host_store() -> dist.TCPStore:
     )
 
 
-def _ensure_fork_server(preload: list[str], threads: int) -> None:
-    """Start this process's fork server, unless it runs: then its first preload list holds and the rest is slower."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    # torch's own number of threads does not hold for the libraries below it, which then spin beside ranks that have work
-    guards = {**FIT, "OMP_NUM_THREADS": str(threads)}
-    before = {name: os.environ.get(name) for name in guards}
-    os.environ.update(guards)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+_template: Template | None = None
+
+
+def ready_template(preload: Sequence[str], environ: dict[str, str]) -> Template:
+    """This process's, from which workers are forked. If it runs, its first preload list holds and the rest is slower."""
+    global _template
+    if _template is None:
+        _template = Template(command(preload))
+        atexit.register(_template.close)
+    _template.prepare(environ, None, seconds=_START_SECONDS)
+    return _template

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ..exits import LOST
 
+DUMP = signal.SIGUSR2
+"""Asks a rank for its Python stacks. Answered in C: it works while the rank waits, and while it holds Python's lock."""
+
 LAUNCHER = "ITHACA_LAUNCHER"  # the variable with the process id of our launcher
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
@@ -35,9 +38,13 @@ def catch_signals(numbers: Sequence[int]) -> Iterator[list[int]]:
 
 def tie_to_launcher(environ: Mapping[str, str]) -> None:
     """In a worker: die with the launcher, however it dies. Ours, or torchrun's agent."""
-    launcher = int(environ[LAUNCHER]) if LAUNCHER in environ else os.getppid()
+    die_with(int(environ[LAUNCHER]) if LAUNCHER in environ else os.getppid())
+
+
+def die_with(parent: int) -> None:
+    """In its child."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before we asked
+    if os.getppid() != parent:  # it died before we asked
         os._exit(LOST)
 
 

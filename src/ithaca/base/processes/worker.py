@@ -1,163 +1,128 @@
-"""What runs inside one process of the pool (workers.py): a loop that carries out commands and answers.
+"""A process that runs one function, and the pipe that its parent talks to it through: what the pool of ranks (pool.py) and the
+packing of data (tasks.py) are made of.
 
-A thread reads the pipe from the parent and ends the process at end of file, even in the middle of a command. Between commands
-the worker keeps its process group, drops those that a run left behind, and empties DTensor's caches of meshes.
+    parent    Worker    starts it (fork_server.py); sends, receives; says how it died, or where it stands; ends it
+    child     main      connects, becomes like its parent (folder, sys.path, what a script has at module level), calls the function
+
+A worker dies with its parent, by whatever means the parent dies: the kernel sees to it, also in the middle of a computation. The
+function must be importable by name. What goes through the pipe is pickled, tensors by value: nobody else has the pipe.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import gc
+import multiprocessing.process
+import multiprocessing.spawn
+import multiprocessing.util
 import os
 import pickle
 import signal
-import socket
 import sys
-import threading
 import time
-import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from .fork_server import TEMPLATE, Template, serve, start
+from .process import how_it_ended
+from .signals import SIGNALS
+from .system import DUMP, die_with, set_name
 
-NEVER = timedelta(days=365)  # the parent keeps the time
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass
-class Failure:
-    kind: str
-    message: str
-    traceback: str
-    moment: float
-
-    @property
-    def headline(self) -> str:
-        return f"raised {self.kind}: {self.message}" if self.message else f"raised {self.kind}"
+_PIPE, _STACKS = "ITHACA_PIPE", "ITHACA_STACKS"  # the variables with the numbers of its open files
+_KILL_SECONDS = 10.0  # one that is still there then is stuck in the kernel: nothing more to do
 
 
-@dataclass
-class Answer:
-    value: Any = None
-    failure: Failure | None = None
-    group_intact: bool = True
+def command(preload: Sequence[str] = ()) -> list[str]:
+    """What a worker runs, or the template of workers, which imports `preload`."""
+    line = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({list(preload)!r})"
+    flags = multiprocessing.util._args_from_interpreter_flags()  # pyright: ignore
+    return [sys.executable, *flags, "-c", line]
 
 
-@dataclass
-class Home:
-    """What a worker keeps between commands."""
+class Worker:
+    """As its parent sees it."""
 
-    rank: int
-    device: str = "cpu"
-    store: dist.Store | None = None
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def group_intact(self) -> bool:
-        return (dist.group.WORLD if dist.is_initialized() else None) is self.group
+    def __init__(
+        self, name: str, function: Callable[..., None], *args: Any, environ: Mapping[str, str], template: Template | None = None
+    ) -> None:  # fmt: skip
+        """Calls function(pipe, *args). name: for ps; at most 15 characters."""
+        about = multiprocessing.spawn.get_preparation_data(name)
+        del about["authkey"]  # for multiprocessing's own servers
+        messages = [pickle.dumps(about), pickle.dumps((function, args))]
+        self.pipe, theirs = Pipe()
+        self._stacks = os.memfd_create(f"stacks of {name}")
+        with theirs:
+            named = {_PIPE: theirs.fileno(), _STACKS: self._stacks}
+            self.process = start(command(), environ, name, named=named, template=template)
+        with suppress(OSError):  # one that has died is noticed when it is listened to
+            for message in messages:
+                self.pipe.send_bytes(message)
 
     @property
-    def extra_groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in dist.distributed_c10d._world.pg_map if group is not self.group]
+    def idle(self) -> bool:
+        """Alive, with nothing to say."""
+        return not self.pipe.poll() and not self.process.ended()
+
+    def cause_of_death(self, seconds: float) -> str:
+        """Of one whose pipe has ended, which comes before its own end is known."""
+        status = self.process.wait(seconds)
+        return "it closed its pipe" if status is None else how_it_ended(status)
+
+    def ask_for_stack(self) -> None:
+        self.process.send(DUMP)
+
+    def stack(self, seconds: float) -> str:
+        """Where it stands, as its faulthandler tells, without the frames of this folder."""
+        until, text = time.monotonic() + seconds, b""
+        # where the main thread began, and that is the last one
+        while not text.endswith(b" in <module>\n") and time.monotonic() < until and not self.process.ended():
+            time.sleep(0.01)
+            text = os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
+        frames = [line for line in text.decode(errors="replace").splitlines() if line.startswith("  ")]
+        ours = (f'"{Path(__file__).parent}{os.sep}', "/multiprocessing/", "<string>")
+        return "\n".join(line for line in frames if not any(name in line for name in ours)) or "  (no Python stack)"
 
 
-def work(rank: int, pipe: Connection, stacks: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+def stop(workers: Sequence[Worker]) -> None:
+    """At once, with all they have started."""
+    for worker in workers:
+        worker.process.send(signal.SIGKILL, children=True)
+    for worker in workers:
+        worker.process.wait(_KILL_SECONDS)
+        worker.pipe.close()
+        os.close(worker._stacks)
+
+
+def send(pipe: Connection, message: Any) -> None:
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
+def main(preload: Sequence[str]) -> None:
+    """In the worker. In a template: returns in each of its forks."""
+    if TEMPLATE in os.environ:
+        serve(preload)
+    else:
+        die_with(os.getppid())  # if it is gone already, so is the other end of the pipe
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    pipe = Connection(int(os.environ.pop(_PIPE)))
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
-    inbox: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
-    home = Home(rank)
-    while True:
-        try:
-            command, args = pickle.loads(inbox.get())
-            answer = pickle.dumps(Answer(command(home, *args), None, home.group_intact))
-        except BaseException as error:  # SystemExit too: only the parent ends a worker
-            answer = pickle.dumps(Answer(failure=_failure(error)))
-        pipe.send_bytes(answer)
-        del answer
-        if home.extra_groups:
-            _forget_meshes()
-        gc.collect()  # a model is full of cycles; the next run should not find the memory of the last one
+    faulthandler.register(DUMP, file=int(os.environ.pop(_STACKS)), all_threads=True)
+    with suppress(EOFError, ConnectionError):  # the parent is done, or gone
+        _become_like_the_parent(receive(pipe))
+        function, args = receive(pipe)
+        function(pipe, *args)
+    os._exit(0)  # not through the interpreter's end: it would wait for threads
 
 
-def _listen(pipe: Connection, inbox: SimpleQueue[bytes]) -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            inbox.put(pipe.recv_bytes())
-    os._exit(0)  # the parent is gone or wants us gone
-
-
-def _failure(error: BaseException) -> Failure:
-    trace = error.__traceback__
-    while trace and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
-    return Failure(type(error).__name__, str(error), "".join(lines).rstrip(), time.monotonic())
-
-
-def settle(home: Home, device: str, threads: int, port: int, environment: dict[str, str]) -> None:
-    os.environ.clear()  # the fork server has the environment of the day it was started
-    os.environ.update(environment)
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(threads)
-    if device == "cuda":
-        torch.cuda.set_device(home.rank)
-    home.device = device
-    home.store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=NEVER)
-    gc.freeze()  # what was preloaded is never garbage: collections after a run look at the rest only
-
-
-def join(home: Home, generation: int, world: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _forget_meshes()
-    home.group = None
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    if home.rank >= world:
-        return
-    assert home.store is not None
-    os.environ.update(RANK=str(home.rank), LOCAL_RANK=str(home.rank))
-    os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if home.device == "cuda" else "gloo",
-        store=dist.PrefixStore(f"generation{generation}", home.store),
-        rank=home.rank,
-        world_size=world,
-        timeout=NEVER,
-    )
-    home.group = dist.group.WORLD
-
-
-def call(home: Home, path: list[str], task: bytes) -> Any:
-    _drop_extra_groups(home)  # now, not at the end of the last run: there a peer might still have been busy
-    sys.path[:] = path  # a test runner adds folders as it goes
-    torch.manual_seed(0)
-    fn, args, kwargs = pickle.loads(task)
-    return fn(*args, **kwargs)
-
-
-def _drop_extra_groups(home: Home) -> None:
-    for group in home.extra_groups:
-        dist.destroy_process_group(group)
-
-
-def _forget_meshes() -> None:
-    """Empty DTensor's caches. They take an equal mesh for the same mesh, whose groups may be gone by now."""
-    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
-
-    debug._clear_sharding_prop_cache()
-    # These know meshes by size only: a stale one does no harm there, but keeps the threads and sockets of its groups.
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+def _become_like_the_parent(about: dict[str, Any]) -> None:
+    set_name(about["name"])
+    process: Any = multiprocessing.process.current_process()
+    process._inheriting = True  # a script that starts workers as it is imported is refused, in words of multiprocessing
+    multiprocessing.spawn.prepare(about)
+    del process._inheriting

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...base.holding import module_holds
 from ...base.kernels import KERNELS, fa4_installed, head_problem
 from .compiled import keep_compiled
 from .kernel import Calls, Kernel, merge
@@ -25,6 +26,8 @@ from .probe import check, probe
 
 log = logging.getLogger("ithaca")
 aten = torch.ops.aten
+module_holds(__name__, "attention")
+module_holds("flash_attn.cute", "workspace")
 
 
 class Cpu:

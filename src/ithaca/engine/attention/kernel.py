@@ -18,6 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...base.holding import module_holds
+
+module_holds(__name__, "attention")
+
 
 @dataclass
 class Calls:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...base.holding import module_holds
 from ..comm import shift
 from ..mesh import Group
 from .kernel import Kernel
 from .segments import Plan, Running, attend, attend_backward, attend_backward_into, attend_into, wide_zeros
+
+module_holds(__name__, "attention")
 
 
 def ring_attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plans: list[Plan], scale: float, ring: Group):

@@ -15,7 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...base.holding import module_holds
 from .kernel import Kernel, merge
+
+module_holds(__name__, "attention")
 
 
 class Segment(NamedTuple):

@@ -12,7 +12,7 @@ does not fit: from OVERLAP_BYTES a stage on, stages run one after the other and 
 
 Backward walks the same stages: q, k, v of the stage are projected again, out and dout are brought to the heads, the kernel
 returns dq, dk, dv, and these go home. KV gradients add in fp32 over the stages that share a head, and over the ranks that
-shared a copy of it; between those stages the source may park them off the device.
+shared a copy of it; between those stages the source may stash them off the device.
 
 Shapes: B rows, s local tokens, S = P·s gathered tokens, h heads of a stage on this rank, D head size.
 Send buffers are [heads of all ranks, B, s, D]; gathered tensors [B, h, S, D]. With B = h = 1 the two are the same memory.
@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...base.holding import CALLER, holds, module_holds
 from ..comm import Pending, all_to_all
 from ..limits import OVERLAP_BYTES
 from ..mesh import Group
@@ -35,6 +36,8 @@ from .head_schedule import Stage
 from .kernel import Kernel
 from .ring import ring_attend, ring_attend_backward
 from .segments import Plan
+
+module_holds(__name__, "attention")
 
 
 class Source(Protocol):
@@ -56,7 +59,7 @@ class Source(Protocol):
         """Take the gradients of the projected heads, now summed over ranks."""
         ...
 
-    def park(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def stash(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Backward: keep these sums while another stage attends, off the device if need be. -> how to have them back"""
         ...
 
@@ -118,14 +121,8 @@ class StagedAttention:
         held, leaving = Held(), None
 
         def bring(t: int) -> dict[str, Arriving]:
-            heads = _flat(self.schedule[t].queries)
-            counts = [len(h) for h in self.schedule[t].queries]
             coming = {} if kept else self._bring(exchange, source, t)
-            for name in ("dout", "out"):
-                send = exchange.buffer(f"{name} send", len(heads))
-                source.fill(t, heads, name, send)
-                coming[name] = exchange.to_heads(name, send, counts)
-            return coming
+            return coming | self._bring_outputs(exchange, source, t)
 
         for t, (stage, arrived) in enumerate(self._pipeline(bring, ahead)):
             if kept:
@@ -161,6 +158,7 @@ class StagedAttention:
                 arrived = coming = None  # freed before the next stage asks for as much
                 coming = bring(t + 1)
 
+    @holds("exchange")
     def _bring(self, exchange: Exchange, source: Source, t: int) -> dict[str, Arriving]:
         """Project the heads of stage t and send them to the ranks that attend them."""
         stage = self.schedule[t]
@@ -170,6 +168,18 @@ class StagedAttention:
         into = {name: exchange.buffer(f"{name} send", len(each)) for name, each in heads.items()}
         source.project(t, heads, into)
         return {name: exchange.to_heads(name, into[name], [len(h) for h in per_rank[name]]) for name in into}
+
+    @holds("exchange")
+    def _bring_outputs(self, exchange: Exchange, source: Source, t: int) -> dict[str, Arriving]:
+        """Send the attention output of stage t and its gradient there too."""
+        heads = _flat(self.schedule[t].queries)
+        counts = [len(h) for h in self.schedule[t].queries]
+        coming = {}
+        for name in ("dout", "out"):
+            send = exchange.buffer(f"{name} send", len(heads))
+            source.fill(t, heads, name, send)
+            coming[name] = exchange.to_heads(name, send, counts)
+        return coming
 
     def _settle(self, held: Held, arrived: dict[str, Arriving]) -> Tensor:
         """Wait for a stage; KV heads stay in `held` until others replace them."""
@@ -234,7 +244,7 @@ class StagedAttention:
             if done:
                 held.k = held.v = None
             else:
-                held.grads, sums = source.park(sums), []
+                held.grads, sums = source.stash(sums), []
         empty = exchange.like.new_empty(self.shape.rows, 0, exchange.gathered_tokens, self.shape.head_dim)
         home = {"q": self._send_home(exchange, "dq", stage.queries, grads.pop() if grads else empty)}
         if any(stage.done):
@@ -298,9 +308,11 @@ class Exchange:
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.turn: dict[str, int] = {}
 
+    @holds(CALLER)
     def _fresh(self, heads: int) -> Tensor:
         return self.like.new_empty(heads, self.shape.rows, self.shape.tokens, self.shape.head_dim)
 
+    @holds(CALLER)
     def buffer(self, role: str, heads: int) -> Tensor:
         """[heads, B, s, D]; the same memory again after `sets` calls for a role."""
         if not self.reuse or heads == 0:  # taking a turn for nothing could hand out memory that is still in use
@@ -322,6 +334,7 @@ class Exchange:
         received = self.buffer(f"{role} received", ranks * mine)
         return Arriving(all_to_all(received, send, [mine] * ranks, counts, self.ulysses), ranks, keep_in)
 
+    @holds("exchange")
     def to_tokens(self, role: str, value: Tensor, counts: list[int], reuse: bool = True) -> Pending:
         """value [B, h, S, D] on this rank's heads -> [heads of all ranks, B, s, D] of this rank's tokens."""
         ranks, mine = self.ulysses.size, counts[self.ulysses.rank]

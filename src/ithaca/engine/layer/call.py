@@ -23,7 +23,7 @@ class LayerCall:
     tile: int | None
     recompute: str
     store: Store  # where this layer's activations wait for backward
-    passing: Store  # of the run: for what this layer alone needs, and where most layers below it keep theirs
+    run_store: Store  # of the run: for what this layer alone needs, and where most layers below it keep theirs
     engine: str = "composed"
     hold: bool | None = None  # what the layer reads more than once stays on the device; None = by its size
     count_routing: bool = False  # return the sums that the router's balance loss is made of

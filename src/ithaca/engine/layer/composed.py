@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.holding import holds
 from ..tiling import tiles
 from .call import LayerCall
 from .heads import to_heads_first, to_tokens_first
@@ -39,6 +40,7 @@ class Kept:
 class WholeSource(TokenSource):
     """Heads from a layer input on the device; attention output and its gradient whole, [B, s, H, D]."""
 
+    @holds("kept")
     def __init__(self, call: LayerCall, x: Tensor, keep_graph: bool = False) -> None:
         super().__init__(call, WholeInputs(x, call.projection_tile), keep_graph)
         shape = call.attention.shape
@@ -72,6 +74,7 @@ class ComposedLayer(torch.autograd.Function):
         return y, *routing
 
     @staticmethod
+    @holds("residual")
     def backward(ctx, dy: Tensor, *routing_grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: LayerCall = ctx.call
         kept: Kept = ctx.kept
@@ -97,6 +100,7 @@ class ComposedLayer(torch.autograd.Function):
         return (dx if ctx.needs_input_grad[0] else None), None, *grads
 
 
+@holds("residual")
 def _after_forward(call: LayerCall, x: Tensor, attended: Tensor, keep_graph: bool):
     """The half behind attention. -> y, (probability sums, counts) or None, the graph if kept"""
     y, sums, graph = torch.empty_like(x), [], None

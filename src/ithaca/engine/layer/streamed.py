@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ...base.holding import holds, module_holds
 from ..limits import HOLD_BYTES, TILES_PER_PIECE
 from ..offload.store import GpuStore, Handle, Store
 from ..tiling import tiles
@@ -34,13 +35,15 @@ from .call import LayerCall
 from .heads import to_heads_first, to_tokens_first
 from .tokens import TokenSource, WholeInputs, add_routing, after, after_backward
 
+module_holds(__name__, "kept")
+
 
 class Pieces:
     """A tensor of the sequence in a store: one handle per piece, read in any order and as often as needed.
-    With `near`, a piece that was read once stays on the device."""
+    With `on_device`, a piece that was read once stays on the device."""
 
-    def __init__(self, handles: list[Handle], pieces: list[slice], near: GpuStore | None = None) -> None:
-        self.handles, self.pieces, self.near = handles, pieces, near
+    def __init__(self, handles: list[Handle], pieces: list[slice], on_device: GpuStore | None = None) -> None:
+        self.handles, self.pieces, self.on_device = handles, pieces, on_device
 
     def each(self) -> Iterator[tuple[slice, Tensor]]:
         for at, piece in enumerate(self.pieces):
@@ -50,9 +53,9 @@ class Pieces:
         """Piece `at`, while `following` is brought here."""
         handle = self.handles[at]
         store = handle.store
-        (value,) = store.read(handle, then=following if following and following.store is store else None)
-        if self.near is not None and store is not self.near:
-            self.handles[at] = self.near.put([value])
+        (value,) = store.peek(handle, then=following if following and following.store is store else None)
+        if self.on_device is not None and store is not self.on_device:
+            self.handles[at] = self.on_device.put([value])
         return value
 
 
@@ -71,11 +74,11 @@ class StoredInputs:
 class StreamedSource(TokenSource):
     """Heads from a stored layer input; attention output and its gradient in pieces, per stage."""
 
-    def __init__(self, call: LayerCall, inputs, pieces: list[slice], near: GpuStore | None) -> None:
+    def __init__(self, call: LayerCall, inputs, pieces: list[slice], on_device: GpuStore | None) -> None:
         super().__init__(call, inputs)
-        self.pieces, self.near = pieces, near
+        self.pieces, self.on_device = pieces, on_device
         # what this layer alone needs waits here: on the device where that is affordable
-        self.waiting: Store = call.passing.brief if near is None else near
+        self.scratch: Store = call.run_store.scratch_store if on_device is None else on_device
         self.out: list[Pieces] = []
         self.dout: list[Pieces] = []
         self.kept: list[Pieces] = []  # the attention output for backward
@@ -84,12 +87,12 @@ class StreamedSource(TokenSource):
         parts, kept = [value[:, :, piece] for piece in self.pieces], self.call.store
         keeps = self.call.learn and self.call.recompute == "keep_attention"
         here = keeps and kept.kind == "gpu"  # then there is nothing to wait elsewhere for
-        self.out.append(self._put(kept if here else self.waiting, parts))
+        self.out.append(self._put(kept if here else self.scratch, parts))
         if keeps:
-            self.kept.append(self.out[-1] if here or self.waiting is kept else self._put(kept, parts))
+            self.kept.append(self.out[-1] if here or self.scratch is kept else self._put(kept, parts))
 
     def _put(self, store: Store, parts: list[Tensor]) -> Pieces:
-        return Pieces([store.put([part]) for part in parts], self.pieces, self.near)
+        return Pieces([store.put([part]) for part in parts], self.pieces, self.on_device)
 
     def fill(self, stage: int, heads: list[int], name: str, into: Tensor) -> None:
         stored = self.out if name == "out" else self.dout
@@ -124,16 +127,17 @@ class StreamedSource(TokenSource):
             to_heads_first(by_head, heads, part)
             if at == 0:
                 self.dout.append(Pieces([], self.pieces))
-            self.dout[stage].handles.append(self.waiting.put([part]))
+            self.dout[stage].handles.append(self.scratch.put([part]))
 
-    def park(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def stash(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
         """In fp32 they are four times a stage's k or v, and idle while the next stage attends, which takes seconds."""
-        if self.near is not None:
-            return super().park(sums)
-        handle = self.waiting.put(sums)
-        self.waiting.settle(handle)  # or they would be held here while their copy is under way
-        return lambda: self.waiting.read(handle)
+        if self.on_device is not None:
+            return super().stash(sums)
+        handle = self.scratch.put(sums)
+        self.scratch.wait_copied(handle)  # or they would be held here while their copy is under way
+        return lambda: self.scratch.peek(handle)
 
+    @holds("residual")
     def add_dh(self, tile: slice, grad: Tensor) -> None:
         if self.dh is None:
             self.dh = grad.new_zeros(grad.shape[0], self.call.attention.shape.tokens, grad.shape[2])
@@ -143,8 +147,8 @@ class StreamedSource(TokenSource):
 class StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, call: LayerCall, *parameters: Tensor):
-        pieces, near = _pieces(call, x.shape[1]), _near(call, x)
-        source = StreamedSource(call, WholeInputs(x, call.projection_tile), pieces, near)
+        pieces, on_device = _pieces(call, x.shape[1]), _on_device(call, x)
+        source = StreamedSource(call, WholeInputs(x, call.projection_tile), pieces, on_device)
         handles = [call.store.put([x[:, piece]]) for piece in pieces] if call.learn else []
         lses, _ = call.attention.forward(source, x, False)
         y, routing = _after_forward(call, source, x, handles)
@@ -159,21 +163,22 @@ class StreamedLayer(torch.autograd.Function):
         return y, *routing
 
     @staticmethod
+    @holds("residual")
     def backward(ctx, dy: Tensor, *routing_grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: LayerCall = ctx.call
-        near = _near(call, dy)
-        _stay_near([ctx.inputs, *(ctx.out or [])], near)
-        source = StreamedSource(call, StoredInputs(ctx.inputs, call.projection_tile), ctx.inputs.pieces, near)
+        on_device = _on_device(call, dy)
+        _stay_on_device([ctx.inputs, *(ctx.out or [])], on_device)
+        source = StreamedSource(call, StoredInputs(ctx.inputs, call.projection_tile), ctx.inputs.pieces, on_device)
         if call.recompute == "keep_attention":
             source.out, lses = ctx.out, call.store.take(ctx.lses)
         else:
             lses, _ = call.attention.forward(source, dy, False)
-        dx = dy.detach() if call.passing.kind != "gpu" else dy.detach().clone()
+        dx = dy.detach() if call.run_store.kind != "gpu" else dy.detach().clone()
         routing = routing_grads[0] if routing_grads else None
         _after_backward(call, source, ctx.inputs, dx, routing)
         # while this layer attends, the layer below (its input, attention output and lse) comes nearer
-        order = ctx.order if call.passing is call.store else sys.maxsize  # an upper layer with a store of its own
-        call.passing.ahead(order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
+        order = ctx.order if call.run_store is call.store else sys.maxsize  # an upper layer with a store of its own
+        call.run_store.prefetch(order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
         call.attention.backward(source, dx, lses, [])
         source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None
@@ -181,9 +186,9 @@ class StreamedLayer(torch.autograd.Function):
         return (dx if ctx.needs_input_grad[0] else None), None, *grads
 
 
-def _stay_near(stored: list[Pieces], near: GpuStore | None) -> None:
+def _stay_on_device(stored: list[Pieces], on_device: GpuStore | None) -> None:
     for pieces in stored:  # in a function of its own: a loop variable would hold the last of them until backward ends
-        pieces.near = near
+        pieces.on_device = on_device
 
 
 def _attended_bytes(call: LayerCall, x: Tensor) -> int:
@@ -191,12 +196,12 @@ def _attended_bytes(call: LayerCall, x: Tensor) -> int:
     return shape.rows * shape.tokens * shape.heads * shape.head_dim * x.element_size()
 
 
-def _near(call: LayerCall, x: Tensor) -> GpuStore | None:
+def _on_device(call: LayerCall, x: Tensor) -> GpuStore | None:
     """Where pieces stay while their layer runs, None where they come from the store each time."""
     if not call.learn:  # an evaluation keeps nothing: its attention output waits on the device for the end of the layer
         return GpuStore(x.device)
-    if isinstance(call.passing, GpuStore):
-        return call.passing
+    if isinstance(call.run_store, GpuStore):
+        return call.run_store
     if not (x.nbytes <= HOLD_BYTES if call.hold is None else call.hold):
         return None
     return call.store if isinstance(call.store, GpuStore) else GpuStore(x.device)
@@ -206,6 +211,7 @@ def _pieces(call: LayerCall, length: int) -> list[slice]:
     return tiles(length, None if call.tile is None else call.tile * TILES_PER_PIECE)
 
 
+@holds("residual")
 def _after_forward(call: LayerCall, source: StreamedSource, x: Tensor, handles: list[Handle]):
     """The half behind attention, written over the input where that has left for the store."""
     in_place = call.store.kind != "gpu" or not call.learn
@@ -214,7 +220,7 @@ def _after_forward(call: LayerCall, source: StreamedSource, x: Tensor, handles: 
     for at, piece in enumerate(source.pieces):
         attended = source.gather(at)
         if in_place and handles:
-            call.store.settle(handles[at])
+            call.store.wait_copied(handles[at])
         for tile in tiles(attended.shape[1], call.tile):
             where = slice(piece.start + tile.start, piece.start + tile.stop)
             with torch.no_grad():

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..model.norm import apply_norm
+from ...base.holding import holds, module_holds
 from ..model.projection import Bound, project
 from ..tiling import Gradients, differentiate, tiles
 from .call import LayerCall
 from .heads import to_heads_first
+
+module_holds(__name__, "tile")
 
 
 class Inputs(Protocol):
@@ -103,19 +105,16 @@ class TokenSource:
         self.graph: tuple[Tensor, dict[str, Bound], dict[str, Tensor]] | None = None
         self.norm_graph: tuple[Tensor, Tensor] | None = None
 
-    def _norm(self, x: Tensor) -> Tensor:
-        return x if self.call.layer.before is None else apply_norm(self.call.layer.before, x)
-
     def _normed(self, x: Tensor) -> Tensor:
         """The input of the projections, without a graph: its own derivative is taken once, in `finish`."""
         if self.keep_graph:
             if self.norm_graph is None:
                 with torch.enable_grad():
                     start = leaf(x, True)
-                    self.norm_graph = (start, self._norm(start))
+                    self.norm_graph = (start, self.call.layer.normed(start))
             return self.norm_graph[1].detach()
         with torch.no_grad():
-            return self._norm(x)
+            return self.call.layer.normed(x)
 
     def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
         rope = self.call.positions.cos_sin(tile)
@@ -157,9 +156,10 @@ class TokenSource:
         self.graph = None
         self.gradients.add_leaves(leaves, totals)
 
-    def park(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def stash(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
         return lambda: sums
 
+    @holds("residual")
     def add_dh(self, tile: slice, grad: Tensor) -> None:
         if self.dh is None:
             # every stage adds to this one: in fp32, or the sum would lose what the parts had
@@ -182,7 +182,7 @@ class TokenSource:
             else:
                 with torch.enable_grad():
                     start = leaf(x, True)
-                    value = self._norm(start)
+                    value = self.call.layer.normed(start)
             found = differentiate([value], [self.dh[:, tile].to(value.dtype)], [start, *parameters])
             dx[:, tile] += found[0]  # pyright: ignore[reportOperatorIssue]
             self.gradients.add(parameters, found[1:])

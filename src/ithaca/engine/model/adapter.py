@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ...base.holding import CALLER, holds
 from ...stack import require
 from .families import FAMILIES, Family, config_violations
 from .guard import model_violations
-from .norm import apply_norm
+from .norm import NormKernel, apply_norm
 from .projection import Projector, adapter_violation, linear_violation
 from .rope import Rope, check_against, rope_for
 
@@ -61,6 +62,16 @@ class Layer:
     def before(self) -> nn.Module | None:
         return self._part(self.family.before_attention)
 
+    @holds(CALLER)
+    def normed(self, x: Tensor) -> Tensor:
+        """What heads are projected from: x behind the norm before attention, where there is one."""
+        return x if self.before is None else self._apply(self.before, x)
+
+    @holds(CALLER)
+    def _apply(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        assert norm is not None
+        return apply_norm(norm, x, self.projector.norm_kernel)
+
     def after_parameters(self) -> list[Tensor]:
         """Trainable parameters of `after`."""
         parts = [self._part(n) for n in (self.family.after_attention, self.family.before_mlp, self.family.after_mlp)]
@@ -68,21 +79,22 @@ class Layer:
         modules = [module.self_attn.o_proj, module.mlp, *parts]
         return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
 
+    @holds("tile")
     def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor | None]:
         """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits."""
         module: Any = self.module
         update = module.self_attn.o_proj(attended)
         if self.family.after_attention:
-            update = apply_norm(self._part(self.family.after_attention), update)  # pyright: ignore
+            update = self._apply(self._part(self.family.after_attention), update)
         x = x + update
-        inner = apply_norm(self._part(self.family.before_mlp), x) if self.family.before_mlp else x  # pyright: ignore
+        inner = self._apply(self._part(self.family.before_mlp), x) if self.family.before_mlp else x
         logits = None
         if self.router is None:
             update = module.mlp(inner)
         else:
             update, logits = self.router.watch(lambda: module.mlp(inner))
         if self.family.after_mlp:
-            update = apply_norm(self._part(self.family.after_mlp), update)  # pyright: ignore
+            update = self._apply(self._part(self.family.after_mlp), update)
         return x + update, logits
 
 
@@ -100,11 +112,17 @@ class Decoder:
     tied: bool
     logit_cap: float | None
     router_weight: float  # coefficient of the balance loss; 0 = not part of the loss
+    norm_kernel: NormKernel
 
     @property
     def base(self) -> nn.Module:
         """What is below the head."""
         return self.model.model  # pyright: ignore[reportReturnType]
+
+    @holds(CALLER)
+    def normed(self, x: Tensor) -> Tensor:
+        """What the head sees: x behind the final norm."""
+        return apply_norm(self.norm, x, self.norm_kernel)
 
     def rope(self, layer_type: str | None, length: int) -> Rope:
         return rope_for(self.config, layer_type, length)
@@ -116,7 +134,7 @@ def base_model(model: Any) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def read_model(model: nn.Module) -> Decoder:
+def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decoder:
     inner: Any = base_model(model)
     config: Any = getattr(inner, "config", None)
     kind = getattr(config, "model_type", None)
@@ -144,7 +162,8 @@ def read_model(model: nn.Module) -> Decoder:
             "model.gradient_checkpointing_disable() and choose with Stack(recompute=...)"
         )
     require(problems, f"{type(inner).__name__} cannot be prepared")
-    layers = [_layer(i, module, base, config, family) for i, module in enumerate(base.layers)]
+    norm_kernel = norm_kernel or NormKernel()
+    layers = [_layer(i, module, base, config, family, norm_kernel) for i, module in enumerate(base.layers)]
     _check_rope(base, config, layers)
     return Decoder(
         model=inner,
@@ -157,13 +176,14 @@ def read_model(model: nn.Module) -> Decoder:
         tied=getattr(inner.lm_head, "base_layer", inner.lm_head).weight is base.embed_tokens.weight,
         logit_cap=getattr(config, "final_logit_softcapping", None) if family.logit_cap else None,
         router_weight=float(config.router_aux_loss_coef) if family.experts and config.output_router_logits else 0.0,
+        norm_kernel=norm_kernel,
     )
 
 
-def _layer(index: int, module: Any, base: Any, config: Any, family: Family) -> Layer:
+def _layer(index: int, module: Any, base: Any, config: Any, family: Family, norm_kernel: NormKernel) -> Layer:
     attention = module.self_attn
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    projector = Projector(attention, heads, kv_heads, attention.head_dim, family.qk_norm)
+    projector = Projector(attention, heads, kv_heads, attention.head_dim, family.qk_norm, norm_kernel)
     router = None
     if family.experts and hasattr(module.mlp, "gate") and hasattr(module.mlp, "experts"):
         router = Router(module.mlp.gate, module.mlp.gate.num_experts, config.num_experts_per_tok)

@@ -19,8 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .norm import apply_norm
+from ...base.holding import CALLER, holds, module_holds
+from .norm import NormKernel, apply_norm
 from .rope import rotate
+
+module_holds(__name__, "tile")
 
 
 @dataclass
@@ -39,6 +42,7 @@ class BoundLinear:
     leaves: list[Leaf]
     terms: list[tuple[int, int | None, int | None, float]]  # (weight, bias, down, scale) as indices into leaves
 
+    @holds(CALLER)  # the head's output is the loss's business
     def __call__(self, x: Tensor) -> Tensor:
         value = [leaf.value for leaf in self.leaves]
         out = None
@@ -60,18 +64,19 @@ class Bound:
     norm: nn.Module | None
     norm_over: str | None
     head_dim: int
+    norm_kernel: NormKernel
     pick: Tensor | None = None  # heads to cut out of a whole projection
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, t, d] -> [B, t, heads, D]"""
         out = self.linear(x)
         if self.norm is not None and self.norm_over == "whole":
-            out = apply_norm(self.norm, out)
+            out = apply_norm(self.norm, out, self.norm_kernel)
         out = out.unflatten(-1, (-1, self.head_dim))
         if self.pick is not None:
             out = out.index_select(2, self.pick)
         if self.norm is not None and self.norm_over == "head":
-            out = apply_norm(self.norm, out)
+            out = apply_norm(self.norm, out, self.norm_kernel)
         return out
 
 
@@ -84,6 +89,7 @@ class Projector:
     kv_heads: int
     head_dim: int
     qk_norm: str | None
+    norm_kernel: NormKernel = field(default_factory=NormKernel)
     cache: dict = field(default_factory=dict)  # row indices by (heads, device): integers only, never weights
 
     def bind(self, which: str, heads: Sequence[int]) -> Bound:
@@ -97,7 +103,7 @@ class Projector:
         bound = bind_linear(linear, rows)
         leaves = bound.leaves + ([] if norm is None else [Leaf(p, p) for p in norm.parameters()])
         pick = None if everything or not whole else self._index(tuple(heads), leaves[0].value.device)
-        return Bound(bound, leaves, norm, self.qk_norm, self.head_dim, pick)
+        return Bound(bound, leaves, norm, self.qk_norm, self.head_dim, self.norm_kernel, pick)
 
     def _rows(self, heads: tuple[int, ...], linear: nn.Module) -> Tensor:
         device = next(linear.parameters()).device

@@ -38,12 +38,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.holding import module_holds
 from ..limits import TABLE_BYTES
 
 # How far a float32 computation of the frequencies may be off, relative. On the ramps of yarn and llama3 the rounding of
 # the ramp is multiplied by `factor`: 7e-6 at factor 128. A different formula is off by far more.
 _ROUNDING = {"yarn": 1e-5, "llama3": 1e-5}
 _ROUNDING_ELSEWHERE = 1e-6
+module_holds(__name__, "tile")
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...base.holding import module_holds
 from ..tiling import Gradients, differentiate, tiles
 
 IGNORE = -100
+TileLoss = tuple[Tensor, Tensor, Tensor]  # the loss of a tile, what to differentiate, and its gradient
+module_holds(__name__, "loss")
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,24 @@ class LossTerms:
         return found
 
 
-def fuses(device: torch.device, dtype: torch.dtype, terms: LossTerms) -> bool:
-    """Whether loss and gradient of a tile come from one kernel (loss_kernel.py)."""
-    able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float32) and terms.logit_cap is None
-    return able and importlib.util.find_spec("triton") is not None
+class LossKernel:
+    """Loss and gradient of a tile of logits from one kernel (kernel.py), and where it is used. A dry run has one that only
+    allocates."""
+
+    def fuses(self, device: torch.device, dtype: torch.dtype, terms: LossTerms) -> bool:
+        able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float32) and terms.logit_cap is None
+        return able and importlib.util.find_spec("triton") is not None
+
+    def __call__(self, logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool) -> TileLoss:
+        """It writes the gradient over the logits, which the head's backward has no use for."""
+        from .kernel import cross_entropy_in_place
+
+        flat = logits.detach().flatten(0, -2)
+        loss = cross_entropy_in_place(
+            flat, labels.flatten(), scale=scale, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss,
+            ignore=IGNORE, learn=learn,
+        )  # fmt: skip
+        return loss, logits, flat.view(logits.shape)
 
 
 def tiled_loss(
@@ -55,10 +72,11 @@ def tiled_loss(
     tile: int | None,
     terms: LossTerms,
     scale: float,
+    kernel: LossKernel | None = None,
 ) -> Tensor:
     """Scaled sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, head: [B, t, d] -> [B, t, V]."""
     learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
-    result = _LossFunction.apply(x, labels, head, tile, terms, scale, learn, *parameters)
+    result = _LossFunction.apply(x, labels, head, tile, terms, scale, learn, kernel or LossKernel(), *parameters)
     assert isinstance(result, Tensor)
     return result
 
@@ -103,10 +121,12 @@ def tiled_scores(
 
 class _LossFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, scale, learn, *parameters: Tensor):
+    def forward(
+        ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, scale, learn, kernel, *parameters: Tensor
+    ):
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         gradients, dx = Gradients(), torch.empty_like(x) if learn else None
-        of_tile = _fused if fuses(x.device, x.dtype, terms) else _plain
+        of_tile = kernel if kernel.fuses(x.device, x.dtype, terms) else _plain
         for at in tiles(x.shape[1], tile):
             with torch.set_grad_enabled(learn):
                 leaf = x[:, at].detach().requires_grad_(learn)
@@ -128,22 +148,9 @@ class _LossFunction(torch.autograd.Function):
         # in place, as they are needed once; `scale` is 1 unless the caller scales the loss, and 1 rounds nothing
         dx, grads = ctx.dx.mul_(scale), [None if g is None else g.mul_(scale) for g in ctx.grads]
         ctx.dx = ctx.grads = None
-        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, None, *grads
+        return dx if ctx.needs_input_grad[0] else None, *[None] * 7, *grads
 
 
-def _plain(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
-    """-> loss of a tile, what to differentiate, and its gradient"""
+def _plain(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool) -> TileLoss:
     loss = cross_entropy_sum(cap(logits, terms.logit_cap), labels, terms) * scale
     return loss.detach(), loss, torch.ones_like(loss)
-
-
-def _fused(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
-    """The same from one kernel. It writes the gradient over the logits, which the head's backward has no use for."""
-    from .kernel import cross_entropy_in_place
-
-    flat = logits.detach().flatten(0, -2)
-    loss = cross_entropy_in_place(
-        flat, labels.flatten(), scale=scale, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss,
-        ignore=IGNORE, learn=learn,
-    )  # fmt: skip
-    return loss, logits, flat.view(logits.shape)

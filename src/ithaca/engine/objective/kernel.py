@@ -13,7 +13,10 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from ...base.holding import module_holds
+
 BLOCK = 4096
+module_holds(__name__, "loss")
 
 
 def cross_entropy_in_place(

@@ -9,15 +9,15 @@ no longer the limit. Each put is cut into chunks of 8 MiB, and threads carry the
 Backward asks for the newest puts first, and would have to wait until the disk had written them and read them again. So a put
 goes to host memory (pinned on CUDA) and from there to the file, and stays in memory until newer puts need the room: what
 backward asks for first comes back without the disk. A put that finds no room goes through a small ring of staging
-buffers. near.py says how much memory that is and what gives way.
+buffers. host_cache.py says how much memory that is and what gives way.
 
 A put returns at once. Its tensors are referenced until the last chunk has left the device; with many puts under way the
 caller waits until the oldest has left. That wait, and a wait in take, count as exposed: on CUDA the time
 the compute stream was idle, not the time the CPU stood still. A put that is taken before the file has it is not written on.
 
 Reading a layer's tensors back at the rate of a disk, when its backward begins, would make the GPU wait, and a streamed layer reads
-them many times. So while a layer's backward attends, the tensors of the layer below are read into host memory (`ahead`),
-from where they go to the device as often as asked for. What lives only within a layer never sees the disk (`brief`).
+them many times. So while a layer's backward attends, the tensors of the layer below are read into host memory (`prefetch`),
+from where they go to the device as often as asked for. What lives only within a layer never sees the disk (`scratch_store`).
 
 The threads are in pipe.py, what they carry in transfer.py, the file itself in scratch.py. An error in a thread is kept and
 raised by the next put or take; the store is of no use after that.
@@ -36,9 +36,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...base.holding import module_holds
 from ..limits import IN_FLIGHT
 from .host import HostStore
-from .host_cache import Near
+from .host_cache import HostCache
 from .packing import Layout, pack
 from .pipe import Pipe, mark
 from .scratch import Extents, ScratchFile, round_up
@@ -46,6 +47,7 @@ from .store import Store, StoreReport
 from .transfer import Copy, Transfer, Work
 
 ADDED = ("puts", "takes", "prefetched", "bytes_out", "bytes_in", "copy_seconds", "exposed_seconds", "setup_seconds")
+module_holds(__name__, "kept")
 
 
 class DiskStore(Store):
@@ -60,20 +62,20 @@ class DiskStore(Store):
         self._pipe = Pipe(self._file, self.device)
         self._copies = self._pipe.busy
         self._leaving: deque[Transfer] = deque()
-        self._near = Near(self.device)
+        self._cache = HostCache(self.device)
         self._order = itertools.count()
         self._stop = weakref.finalize(self, self._pipe.stop)  # collected: nobody needs the file any more
         self._stop.atexit = False
-        self._brief: HostStore | None = None
+        self._scratch_store: HostStore | None = None
 
     @property
-    def brief(self) -> Store:
+    def scratch_store(self) -> Store:
         with self._lock:
-            if self._brief is None:
-                self._brief = HostStore(self.device)
-            return self._brief
+            if self._scratch_store is None:
+                self._scratch_store = HostStore(self.device)
+            return self._scratch_store
 
-    def ahead(self, order: int, nbytes: int) -> None:
+    def prefetch(self, order: int, nbytes: int) -> None:
         with self._lock:
             self._enter()
             wanted: list[_Entry] = []
@@ -82,13 +84,13 @@ class DiskStore(Store):
                 nbytes -= entry.length
                 if nbytes < 0:
                     break
-                if entry.near is None and entry.arrival is None and entry.length:
+                if entry.cached is None and entry.arrival is None and entry.length:
                     wanted.append(entry)
-            if not self._near.affords([entry.length for entry in wanted]):
+            if not self._cache.affords([entry.length for entry in wanted]):
                 return  # host memory is short: backward then reads from the disk itself
             for entry in wanted:
                 begin = time.perf_counter()
-                copy = self._near.fetch(entry.order, entry.start, entry.length, entry.write)
+                copy = self._cache.fetch(entry.order, entry.start, entry.length, entry.write)
                 self._setup_seconds += time.perf_counter() - begin
                 if copy is None:
                     return
@@ -98,18 +100,18 @@ class DiskStore(Store):
     def report(self) -> StoreReport:
         """Counts of both media; what is held is the file."""
         own = super().report()
-        if self._brief is None:
+        if self._scratch_store is None:
             return own
-        near = self._brief.report()
-        return replace(own, **{name: getattr(own, name) + getattr(near, name) for name in ADDED})
+        scratch = self._scratch_store.report()
+        return replace(own, **{name: getattr(own, name) + getattr(scratch, name) for name in ADDED})
 
     def reset(self) -> None:
         super().reset()
-        if self._brief is not None:
-            self._brief.reset()
+        if self._scratch_store is not None:
+            self._scratch_store.reset()
 
     def __len__(self) -> int:
-        return super().__len__() + (0 if self._brief is None else len(self._brief))
+        return super().__len__() + (0 if self._scratch_store is None else len(self._scratch_store))
 
     @property
     def medium(self) -> str:
@@ -148,7 +150,7 @@ class DiskStore(Store):
         order, start = next(self._order), self._place(length)
         write = Transfer([flat for _, flat in packed], start, mark(stream))
         begin = time.perf_counter()
-        copy = self._near.keep(order, start, length, write) if length else None
+        copy = self._cache.keep(order, start, length, write) if length else None
         self._setup_seconds += time.perf_counter() - begin
         self._pipe.send(write, copy)
         self._leaving.append(write)
@@ -169,7 +171,7 @@ class DiskStore(Store):
         return start
 
     def _bring(self, entry: _Entry, following: _Entry | None, *, spend: bool) -> list[Tensor]:
-        self._settle(entry)  # its source is free before memory for its return is allocated
+        self._wait_copied(entry)  # its source is free before memory for its return is allocated
         if entry.arrival is None:
             entry.arrival = self._fetch(entry)
         else:
@@ -198,14 +200,14 @@ class DiskStore(Store):
         tensors = [layout.empty(self.device) for layout in entry.layouts]
         flats = [layout.flat(tensor) for layout, tensor in zip(entry.layouts, tensors, strict=True)]
         stream = self._stream()
-        near = entry.near
-        read = Transfer(flats, entry.start, mark(stream), after=entry.write.done if near is None else near.ready)
-        if near is not None:
-            near.reader = read
-        self._pipe.receive(read, near)
+        cached = entry.cached
+        read = Transfer(flats, entry.start, mark(stream), after=entry.write.done if cached is None else cached.ready)
+        if cached is not None:
+            cached.reader = read
+        self._pipe.receive(read, cached)
         return _Arrival(tensors, read, stream)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _wait_copied(self, entry: _Entry) -> None:
         if not entry.write.left.is_set():
             with self._waits.span(self._stream()):
                 entry.write.left.wait()
@@ -218,7 +220,7 @@ class DiskStore(Store):
             return False  # a thread is at a chunk of the extent; a later call tries again
         self._extents.release(entry.start, entry.length)
         if entry.copy is not None:
-            self._near.give(entry.copy)
+            self._cache.give(entry.copy)
         return True
 
     def _drain(self) -> None:
@@ -236,9 +238,9 @@ class DiskStore(Store):
         self._stop.detach()
         self._pipe.close()
         self._leaving.clear()
-        self._near.close()
-        if self._brief is not None:
-            self._brief.close()
+        self._cache.close()
+        if self._scratch_store is not None:
+            self._scratch_store.close()
         self._file.close()
 
     def _stream(self) -> torch.cuda.Stream | None:
@@ -256,7 +258,7 @@ class _Entry:
     arrival: _Arrival | None = None
 
     @property
-    def near(self) -> Copy | None:
+    def cached(self) -> Copy | None:
         """The copy, unless its memory went to a newer put."""
         return self.copy if self.copy is not None and self.copy.buffers else None
 

@@ -32,11 +32,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from ...base.holding import module_holds
 from ..limits import IN_FLIGHT
 from .packing import Layout, Source, pack
 from .store import Meter, Store, human_bytes
 
 REMEDY = "use a smaller context, more ranks, or store='disk'"
+module_holds(__name__, "kept")
 
 
 class HostStore(Store):
@@ -101,7 +103,9 @@ class HostStore(Store):
         return entry
 
     def _bring(self, entry: _Entry, following: _Entry | None, *, spend: bool) -> list[Tensor]:
-        self._settle(entry)  # before memory for it is allocated, so that its source, if still held, can be that memory
+        self._wait_copied(
+            entry
+        )  # before memory for it is allocated, so that its source, if still held, can be that memory
         while self._leaving and self._leaving[0].over.query():
             self._retire_oldest()
         if entry.arrival is None:
@@ -141,7 +145,7 @@ class HostStore(Store):
             self._pool.give(buffer)
         entry.buffers = []
 
-    def _settle(self, entry: _Entry) -> None:
+    def _wait_copied(self, entry: _Entry) -> None:
         while any(leaving.entry is entry for leaving in self._leaving):
             self._retire_oldest()
 

@@ -2,11 +2,11 @@
 
 Backward asks for the newest puts first, when the disk may not even have them yet. So a put is copied to host memory, written to
 the file from there, and stays until newer puts need the room: the oldest goes first, and only what the file has and nobody
-is reading. What is near comes back without the disk.
+is reading. What is there comes back without the disk.
 
 All memory is in buffers of one chunk, pinned once and reused: puts of any size can follow each other without pinning anew.
-Puts pin up to NEAR bytes, less where the host has little memory. What backward reads ahead may pin more, as much as it asks for and
-half of the memory can bear; puts then use that too.
+Puts pin up to HOST_CACHE bytes, less where the host has little memory. What backward reads ahead may pin more, as much as it asks
+for and half of the memory can bear; puts then use that too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from . import transfer
 from .host import HostBuffer, available_memory
 from .transfer import Copy, Transfer
 
-NEAR = 4 << 30  # bytes pinned for puts
+HOST_CACHE = 4 << 30  # bytes pinned for puts
 SHARE = 8  # and no more than this part of the memory available: the ranks of a host share it
 
 
-class Near:
+class HostCache:
     """Buffers, and the copies that hold them. Used under the lock of the store."""
 
     def __init__(self, device: torch.device):
@@ -86,7 +86,7 @@ class Near:
         if self._refused:
             return len(self._all)
         share = (available_memory() + self.held_bytes) // SHARE
-        return max(len(self._all), min(NEAR, share) // transfer.CHUNK)
+        return max(len(self._all), min(HOST_CACHE, share) // transfer.CHUNK)
 
     def _copy(self, need: int, order: int, start: int, length: int, write: Transfer, *, saving: bool) -> Copy | None:
         try:

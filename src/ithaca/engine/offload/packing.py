@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...base.holding import CALLER, module_holds
+
+module_holds(__name__, CALLER)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -63,7 +67,7 @@ class Source:
         if self._read_versions() != self._versions:
             raise RuntimeError(
                 "a kept tensor was written in place after put() and before its copy was done: "
-                "call store.settle(handle) before the write, or put a clone"
+                "call store.wait_copied(handle) before the write, or put a clone"
             )
 
     def _read_versions(self) -> list[int | None]:

@@ -44,32 +44,32 @@ class Pipe:
         self._ring: SimpleQueue[Staging] = SimpleQueue()
         for _ in range(2 * WORKERS):  # one for each thread that uses them: none waits for another
             self._ring.put(Staging(device))
-        self._near = _threads("ithaca-disk")  # what the computation waits for: device <-> host memory, file -> device
+        self._cache = _threads("ithaca-disk")  # what the computation waits for: device <-> host memory, file -> device
         self._through = _threads("ithaca-disk-through")  # device -> file
         self._saving = _threads("ithaca-disk-save")  # host memory -> file
         self._ahead = _threads("ithaca-disk-ahead")  # file -> host memory
 
-    def send(self, write: Transfer, near: Copy | None) -> None:
-        """Device to file: by way of `near`, which stays, or else of staging buffers."""
+    def send(self, write: Transfer, cached: Copy | None) -> None:
+        """Device to file: by way of `cached`, which stays, or else of staging buffers."""
         for chunk in write.chunks:
             doing = f"writing {human_bytes(chunk.length)} to"
-            if near is None:
+            if cached is None:
                 self._through.submit(self._run, doing, write, self._write, chunk)
             else:
-                self._near.submit(self._run, doing, write, self._copy_out, chunk, near)
-        if near is not None:
-            for at in near.offsets:
-                doing = f"writing {human_bytes(near.size(at))} to"
-                self._saving.submit(self._run, doing, near, self._save, at)
+                self._cache.submit(self._run, doing, write, self._copy_out, chunk, cached)
+        if cached is not None:
+            for at in cached.offsets:
+                doing = f"writing {human_bytes(cached.size(at))} to"
+                self._saving.submit(self._run, doing, cached, self._save, at)
 
-    def receive(self, read: Transfer, near: Copy | None) -> None:
-        """To the device: from `near`, or else from the file."""
+    def receive(self, read: Transfer, cached: Copy | None) -> None:
+        """To the device: from `cached`, or else from the file."""
         for chunk in read.chunks:
             doing = f"reading {human_bytes(chunk.length)} from"
-            if near is None:
-                self._near.submit(self._run, doing, read, self._read, chunk)
+            if cached is None:
+                self._cache.submit(self._run, doing, read, self._read, chunk)
             else:
-                self._near.submit(self._run, doing, read, self._copy_in, chunk, near)
+                self._cache.submit(self._run, doing, read, self._copy_in, chunk, cached)
 
     def bring_near(self, copy: Copy) -> None:
         for at in copy.offsets:
@@ -92,7 +92,7 @@ class Pipe:
     def close(self) -> None:
         self.stop()
         # Nothing is cancelled: every chunk is counted, so no thread waits for one that never comes.
-        for threads in (self._near, self._through, self._saving, self._ahead):
+        for threads in (self._cache, self._through, self._saving, self._ahead):
             threads.shutdown(wait=True)
         while not self._ring.empty():
             self._ring.get().close()
@@ -124,14 +124,14 @@ class Pipe:
             staging.unload(read.flat(chunk))
         read.copied(out=False)
 
-    def _copy_out(self, write: Transfer, chunk: Chunk, near: Copy) -> None:
+    def _copy_out(self, write: Transfer, chunk: Chunk, cached: Copy) -> None:
         with self._staging() as staging:
-            staging.copy(near.bytes_of(chunk), write.flat(chunk))
+            staging.copy(cached.bytes_of(chunk), write.flat(chunk))
         write.copied(out=True)
 
-    def _copy_in(self, read: Transfer, chunk: Chunk, near: Copy) -> None:
+    def _copy_in(self, read: Transfer, chunk: Chunk, cached: Copy) -> None:
         with self._staging() as staging:
-            staging.copy(read.flat(chunk), near.bytes_of(chunk))
+            staging.copy(read.flat(chunk), cached.bytes_of(chunk))
         read.copied(out=False)
 
     def _save(self, copy: Copy, at: int) -> None:

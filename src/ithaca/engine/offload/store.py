@@ -17,7 +17,7 @@ one put is on its way while another is used. Device memory beyond the caller's o
 many as make IN_FLIGHT bytes, and one on its way in.
 
 Rules for the caller. Tensors are put on the stream they were made on. A kept tensor must not be written in place while
-its copy runs; `settle(handle)` orders later writes after the copy. A write that came too early raises, where torch's
+its copy runs; `wait_copied(handle)` orders later writes after the copy. A write that came too early raises, where torch's
 version counter shows it. Taken tensors of the gpu store are the caller's own: read them, do not write them.
 
 A handle that is dropped without being taken (a graph that never saw backward) gives its memory back.
@@ -41,10 +41,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...base.holding import module_holds
 from ...base.units import format_bytes as human_bytes
 from .packing import Source
 
 StoreKind = Literal["gpu", "host", "disk"]
+module_holds(__name__, "kept")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Store(ABC):
             self._takes += 1
             return tensors
 
-    def read(self, handle: Handle, then: Handle | None = None) -> list[Tensor]:
+    def peek(self, handle: Handle, then: Handle | None = None) -> list[Tensor]:
         """Like take, but the handle stays: for tensors that are needed several times, a piece at a time. Starts to fetch
         `then`, the handle that will be read next."""
         with self._lock:
@@ -160,28 +162,28 @@ class Store(ABC):
             return self._bring(entry, following, spend=False)
 
     @property
-    def brief(self) -> Store:
+    def scratch_store(self) -> Store:
         """Where tensors go that are needed again before their layer ends: a slow medium has a faster one for them."""
         return self
 
-    def ahead(self, order: int, nbytes: int) -> None:
+    def prefetch(self, order: int, nbytes: int) -> None:
         """Backward will soon ask for what was put before the handle of this `order`, newest first: a slow medium starts to
         bring up to `nbytes` of it near."""
         return None
 
-    def settle(self, handle: Handle) -> None:
+    def wait_copied(self, handle: Handle) -> None:
         """Make the current stream wait until `handle` has left the device: its tensors may be overwritten then."""
         with self._lock:
             self._enter()
-            self._settle(self._entry(handle))
+            self._wait_copied(self._entry(handle))
 
-    def let_go(self) -> None:
+    def flush(self) -> None:
         """Settle all that was put, so that nothing on its way out is held on the device: for a caller who puts no more for long.
         Otherwise the next puts push it out."""
         with self._lock:
             self._enter()
             for entry in list(self._live.values()):
-                self._settle(entry)
+                self._wait_copied(entry)
 
     def reserve(self, total_bytes: int) -> None:
         """Check that a step which keeps `total_bytes` at once can work here; raise ValueError if not.
@@ -251,7 +253,7 @@ class Store(ABC):
         """Return the tensors of `entry`, and start to fetch those of `following`. spend: `entry` is not needed again."""
 
     @abstractmethod
-    def _settle(self, entry: Any) -> None: ...
+    def _wait_copied(self, entry: Any) -> None: ...
 
     def _discard(self, entry: Any) -> bool:
         """Free an entry whose handle was dropped; False if that must wait."""
@@ -329,10 +331,10 @@ class GpuStore(Store):
         entry.check_unchanged()
         return entry.tensors
 
-    def _settle(self, entry: Source) -> None:
+    def _wait_copied(self, entry: Source) -> None:
         entry.own()
 
-    def let_go(self) -> None:
+    def flush(self) -> None:
         """Nothing is ever on its way out."""
 
     def _close(self) -> None:

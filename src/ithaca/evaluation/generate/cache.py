@@ -21,7 +21,6 @@ from torch import Tensor
 from ...engine.comm import total
 from ...engine.mesh import Group, Mesh
 from ...engine.model.adapter import Layer
-from ...engine.model.norm import apply_norm
 from ...engine.model.projection import project
 from ...engine.model.rope import Rope
 from ...engine.tiling import tiles
@@ -53,7 +52,7 @@ class LayerCache:
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Projected, normed and rotated heads, [1, t, heads, D] each."""
         layer, projector = self.layer, self.layer.projector
-        h = x if layer.before is None else apply_norm(layer.before, x)
+        h = layer.normed(x)
         turn = rope.cos_sin(positions[None], dtype, x.device)
         counts = {"q": projector.heads, "k": projector.kv_heads, "v": projector.kv_heads}
         made = {

@@ -18,7 +18,6 @@ from torch import Tensor
 from ...engine.batch import Batch
 from ...engine.comm import total
 from ...engine.layer.apply import run_layer
-from ...engine.model.norm import apply_norm
 from ...engine.model.projection import bind_linear
 from ...engine.model.rope import Positions, Rope
 from ...engine.request import Request
@@ -107,8 +106,8 @@ class Session:
 
     def _choose(self, x: Tensor) -> int:
         """x [1, 1, d], the same on every rank; so is the answer."""
-        head = self.run.decoder.head
-        logits = head(x, Request(lambda x: bind_linear(head)(apply_norm(self.run.decoder.norm, x))))
+        decoder, head = self.run.decoder, self.run.decoder.head
+        logits = head(x, Request(lambda x: bind_linear(head)(decoder.normed(x))))
         return int(logits[0, 0].argmax())  # a cap on logits keeps their order
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...planner.categories import CATEGORIES, PHASES
+from ...base.holding import CATEGORIES, PHASES
 from ...planner.dry_run.tracker import LARGE, Held, LiveBytes
 from ..report.decimate import pick_stacked
 

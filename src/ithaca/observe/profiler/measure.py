@@ -20,6 +20,7 @@ from torch import Tensor
 from ...base.exits import MEMORY, Failed
 from ...engine.offload.host import HostBuffer
 from ...engine.offload.store import GpuStore, StoreReport
+from ...planner.config import hf_config
 from ...planner.dry_run.run import loss_phase
 from .journal import Account, Journal, read
 from .steps import Steps, ready
@@ -76,9 +77,9 @@ def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) 
         torch.cuda.set_device(device)
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (wanted.limit or whole) / whole), device)
-    if wanted.deterministic:
+    if wanted.job.processors:
         torch.use_deterministic_algorithms(True)
-    with ready(wanted.case(), device, wanted.layers, wanted.states) as step:
+    with ready(wanted.job, hf_config(wanted.model), device, wanted.layers, wanted.states) as step:
         say("warm-up")
         step()
         timed = []
@@ -186,7 +187,12 @@ def _count(step: Steps, device: torch.device) -> Journal:
             tell_gradients(run, journal, names)
         journal.begin(phase)
 
-    with journal.watching(), told_by_module(run, journal, names), loss_phase(run, journal), _kept(run.near, journal):
+    with (
+        journal.watching(),
+        told_by_module(run, journal, names),
+        loss_phase(run, journal),
+        _kept(run.on_device, journal),
+    ):
         journal.begin("load")
         step(begin)
     if device.type == "cuda":

@@ -45,12 +45,13 @@ def measure_ladder(
         named += [(f"{name}={point.value}", point) for name, points in found.sweeps.items() for point in points]
     for name, each in named:
         say(f"measuring {name}")
-        wanted = Wanted.of(each.plan, model, layers=layers, steps=steps, cpu=cpu, limit=limit)
-        groups = wanted.world // wanted.stack.context_ranks
-        if wanted.rows % groups:  # GPUs that do not share a sequence have one each
-            wanted = replace(wanted, rows=groups)
+        job = each.plan.job
+        groups = job.world // job.stack.context_ranks
+        if job.rows % groups:  # GPUs that do not share a sequence have one each
+            job = replace(job, rows=groups)
         if kernel is not None:
-            wanted = replace(wanted, stack=replace(wanted.stack, attention=kernel))
+            job = replace(job, stack=replace(job.stack, attention=kernel))
+        wanted = Wanted(job=job, model=model, layers=layers, steps=steps, cpu=cpu, limit=limit)
         planned = each.plan.allocated
         if cpu and planned > ROOM * psutil.virtual_memory().available:
             answer = problem(OUT_OF_MEMORY)

@@ -10,8 +10,9 @@ and from backward on gradients. Their activations are not there; with a store be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from ...config.schema import Train
 from ...engine.batch import Batch
+from ...engine.job import Job
 from ...engine.model.weights import fill_at_random
 from ...engine.optimizer import build_optimizer, clip, global_norm, gradients
 from ...engine.parallelize import prepare
 from ...engine.run import Run
 from ...planner.dry_run.alike import held_by
-from ...planner.dry_run.run import Case, fake_group, meta_model, shortened, shortened_stack
+from ...planner.dry_run.run import fake_group, meta_model, shortened, shortened_stack
 
 
 @dataclass
@@ -81,38 +83,35 @@ class Steps:
 
 
 @contextmanager
-def ready(case: Case, device: torch.device, layers: int | None = None, states: bool = False) -> Iterator[Steps]:
-    """Build everything; a process group that this made is gone afterwards."""
+def ready(
+    job: Job, config: Any, device: torch.device, layers: int | None = None, states: bool = False
+) -> Iterator[Steps]:
+    """Build everything; a process group that this made is gone afterwards. config: Hugging Face's, of the job's model."""
     if dist.is_initialized():
         raise RuntimeError("a profile makes a process group of its own, and this process has one already")
-    depth = case.config.num_hidden_layers
-    config = shortened(case.config, layers)
-    ran = config.num_hidden_layers
-    stack = shortened_stack(case.stack, ran)
-    if case.world > 1:
-        with fake_group(case.world):
-            yield _steps(replace(case, stack=stack), config, device, depth - ran if states else 0)
-        return
+    short = shortened(config, layers)
+    missing = config.num_hidden_layers - short.num_hidden_layers if states else 0
+    job = replace(job, stack=shortened_stack(job.stack, short.num_hidden_layers))
     try:
-        yield _steps(replace(case, stack=stack), config, device, depth - ran if states else 0)
+        with fake_group(job.world) if job.world > 1 else nullcontext():
+            yield _steps(job, short, device, missing)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _steps(case: Case, config: object, device: torch.device, missing: int) -> Steps:
+def _steps(job: Job, config: Any, device: torch.device, missing: int) -> Steps:
     run = prepare(
-        meta_model(case, config), case.stack, device=device, dtype=case.dtype,
-        weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=case.offload,
+        meta_model(job, config, torch.bfloat16), job.stack, device=device, dtype=torch.bfloat16,
+        weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=job.offload,
     )  # fmt: skip
-    train = Train(steps=100, optimizer=case.optimizer)
+    train = Train(steps=100, optimizer=job.optimizer)
     torch.manual_seed(0)
-    ids = torch.randint(0, run.decoder.config.vocab_size, (case.rows, case.context))
-    documents = None if case.documents is None else [case.documents] * case.rows
-    layer = held_by(run.decoder.layers[0].module, case.states)
+    ids = torch.randint(0, run.decoder.config.vocab_size, (job.batch, job.context))
+    layer = held_by(run.decoder.layers[0].module, job.optimizer_bytes)
     steps = Steps(
-        run, build_optimizer(run.model, train), run.shard(ids, documents=documents), train,
-        {} if case.offload else {name: missing * nbytes for name, nbytes in layer.items()}, {}, case.accumulation,
+        run, build_optimizer(run.model, train), run.shard(ids), train,
+        {} if job.offload else {name: missing * nbytes for name, nbytes in layer.items()}, {}, job.accumulation,
     )  # fmt: skip
     steps.hold("parameters", "optimizer")
     steps.make_states()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...base.holding import CATEGORIES, PHASES
 from ...base.units import format_bytes, format_tokens
-from ...planner.categories import CATEGORIES, PHASES
 from ...planner.text import columns, seconds
 
 ROWS = 6  # of a ranking

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..record import StepRecord
 from .decimate import pick, pick_stacked, running_mean
 from .inputs import Inputs
 from .summary import gpu_memory, per
@@ -168,15 +169,19 @@ def timeline(inputs: Inputs) -> dict[str, Any] | None:
 
 
 def curves(inputs: Inputs) -> list[dict[str, Any]]:
-    """Six charts over steps, each with one or more lines."""
+    """Charts over steps, each with one or more lines: of what a metric says of itself, and some of several."""
     memory = {"gpu_peak": "GPU", "host_peak": "host", "disk_peak": "disk"}
+    charts = [
+        (name, shown.chart, shown.kind, True, name != "lr", {name: shown.label})
+        for name, shown in StepRecord.shown().items()
+        if shown.chart
+    ]
     wanted = (  # name, title, kind of number, axis from zero, a calm line through it, fields of a line of metrics
         ("loss", "Loss", "loss", False, True, {"loss": "loss", "eval_loss": "evaluation"}),
-        ("lr", "Learning rate", "number", True, False, {"lr": "learning rate"}),
-        ("grad_norm", "Gradient norm", "number", True, True, {"grad_norm": "norm"}),
+        *charts[:2],
         ("rate", f"Tokens/s {per(inputs)}", "rate", True, True, {"tokens_per_second": "tokens/s"}),
         ("memory", "Peak memory", "bytes", True, False, memory),
-        ("copy_wait", "Waiting for copies", "seconds", True, True, {"copy_wait": "wait"}),
+        *charts[2:],
     )
     found = []
     for name, title, kind, zero, smooth, fields in wanted:

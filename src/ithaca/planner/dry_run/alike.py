@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.limits import IN_FLIGHT
+from ...engine.offload.cost import pinned
 from ...engine.run import Run
 from ...stack import Stack
-from ..workspace import pinned
 from .store import DryStore
 from .tracker import LiveBytes
 

@@ -1,42 +1,38 @@
 """The real code on fake tensors, as rank 0 of N: what a step allocates, without a GPU and without the memory.
 
 The model is built, sharded and stepped by the same functions as in training, under torch's FakeTensorMode and on its fake process
-group; `LiveBytes` counts. Tensors are labelled "cpu", because FSDP2 asks a CUDA device for streams. Three parts cannot run so and
-are replaced by stand-ins that allocate alike: the attention kernel, the store (dry_store.py) and the fused loss. Under FSDP2's CPU
-offload what lies on the host has the same label: its shards are not counted here, and their copies on the GPU are made by hand.
+group; `LiveBytes` counts. Tensors are labelled "cpu", because FSDP2 asks a CUDA device for streams. Parts that cannot run so are
+brought along (`assemble` takes them as arguments) and allocate alike: the kernels of attention, norms and loss (kernels.py) and the
+store (store.py). Under FSDP2's CPU offload what lies on the host has the same label: its shards are not counted here, and are
+copied wherever FSDP2 asks for them on the device.
 
 Not seen: what the allocator holds beyond what is in use, the CUDA context, and the workspace of matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...base.kernels import backward_workspace
 from ...config.schema import Lora
-from ...engine import fsdp, parallelize
-from ...engine import run as run_module
-from ...engine.attention.kernel import Calls
-from ...engine.model import norm
+from ...engine.fsdp import gathered_groups
+from ...engine.job import Job, Memory
+from ...engine.mesh import Mesh, build_mesh
+from ...engine.model.adapter import read_model
 from ...engine.model.families import FAMILIES
-from ...engine.objective import cross_entropy as loss_module
-from ...engine.objective.cross_entropy import LossTerms
+from ...engine.parallelize import assemble
 from ...engine.run import Run
 from ...stack import PER_LAYER, Stack
-from ..job import OPTIMIZERS, Job, Memory
 from .alike import LeftOut, chosen, local, on_host, state_bytes
+from .kernels import DryKernels, DryLoss, DryNorm
 from .store import DryGpuStore, DryStore
 from .tracker import LiveBytes
 
@@ -52,102 +48,56 @@ class DryRun(Memory):
     executed: int = 0  # of them; the others are alike
 
 
-class DryKernel:
-    """Allocates what an attention kernel does, in its order, and computes nothing."""
+def dry_run(
+    job: Job,
+    config: Any,
+    layers: int | None = None,
+    *,
+    every: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    documents: list[int] | None = None,
+    optimizer_bytes: float | None = None,
+) -> DryRun:
+    """Run one step of `job`. Of several micro-batches two are run.
 
-    packed = True
-
-    def __init__(self, name: str, processors: int = 0) -> None:
-        self.name, self.processors, self.calls = name, processors, Calls()
-
-    def problem(self, device: Any, dtype: Any, head_dim: int, windowed: bool) -> str | None:
-        return None
-
-    def workspace(self, direction: str, q: Tensor, k: Tensor) -> Tensor:
-        inside = (
-            0 if direction == "forward" else backward_workspace(self.name, tuple(q.shape), k.shape[1], self.processors)
-        )
-        return q.new_empty(inside, dtype=torch.uint8)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-        self.workspace("forward", q, k)
-        return out, lse
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
-        self.workspace("backward", q, k)
-        return grads
-
-    forward_packed, backward_packed = forward, backward
-
-
-@dataclass
-class Case:
-    """What a dry run needs to know of a run."""
-
-    config: Any  # of Hugging Face
-    stack: Stack
-    context: int
-    world: int = 1
-    rows: int = 1  # of a micro-batch
-    dtype: torch.dtype = torch.bfloat16
-    lora: Lora | None = None
-    kernel: str = "fa4"
-    windowed: str = ""  # the kernel of layers with a window, if that is another
-    optimizer: str = "adamw"
-    optimizer_bytes: float | None = None  # of its states, for each trained weight; None = as it takes
-    offload: bool = False  # train.offload_optimizer
-    accumulation: int = 1  # micro-batches of a step; of several, two are run
-    processors: int = 0  # as in Job
-    documents: list[int] | None = None
-
-    @classmethod
-    def of(cls, job: Job, config: Any) -> Case:
-        """config: Hugging Face's, of the job's model."""
-        return cls(
-            config, job.stack, job.context, world=job.world, rows=job.batch, kernel=job.kernel, windowed=job.windowed,
-            lora=Lora(rank=job.lora, targets=job.targets) if job.lora else None, optimizer=job.optimizer,
-            offload=job.offload, accumulation=job.accumulation, processors=job.processors,
-        )  # fmt: skip
-
-    @property
-    def states(self) -> float:
-        return OPTIMIZERS[self.optimizer] if self.optimizer_bytes is None else self.optimizer_bytes
-
-
-def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> DryRun:
-    """Run one step of `case`. layers: fewer than the model has, and then no more than those are counted. every: run also the layers
-    that are alike, which are otherwise added up (alike.py)."""
+    config: Hugging Face's, of the job's model. layers: fewer than the model has, and then no more than those are counted.
+    every: run also the layers that are alike, which are otherwise added up (alike.py). documents: lengths of those in a row.
+    optimizer_bytes: of its states, for each trained weight; None = as the job's optimizer takes.
+    """
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and this process has one already")
-    if FAMILIES[case.config.model_type].experts:
+    if FAMILIES[config.model_type].experts:
         raise ValueError(
             "a dry run of a mixture of experts is not possible: which expert a token goes to depends on its numbers"
         )
-    config = shortened(case.config, layers)
+    config = shortened(config, layers)
     depth = config.num_hidden_layers
-    stack = shortened_stack(case.stack, depth)
-    tokens = case.rows * case.context // case.world
-    executed, gaps = chosen(depth, stack, tokens * config.hidden_size * case.dtype.itemsize)
+    stack = shortened_stack(job.stack, depth)
+    tokens = job.batch * job.context // job.world
+    executed, gaps = chosen(depth, stack, tokens * config.hidden_size * dtype.itemsize)
     if every:
         executed, gaps = list(range(depth)), []
-    config, stack = shortened(config, len(executed)), picked(stack, executed)
+    config, job = shortened(config, len(executed)), replace(job, stack=picked(stack, executed))
+    per_weight = job.optimizer_bytes if optimizer_bytes is None else optimizer_bytes
     tracker = LiveBytes()
     with ExitStack() as opened:
-        opened.enter_context(fake_group(case.world))
-        opened.enter_context(_fused())
-        if case.offload:
-            opened.enter_context(_arriving())
+        opened.enter_context(fake_group(job.world))
+        mesh = replace(build_mesh(job.stack, CPU), offload=job.offload)  # which a mesh of CPUs would refuse
+        model = meta_model(job, config, dtype)
         fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(tracker.watching())
-        run = _prepared(case, config, stack, tracker)
-        away = _put_away(run, tracker, case.states) if case.offload else 0
+        _fill(model)
+        run = assembled(model, job, mesh, tracker, dtype)
+        del model
+        for parameter in run.model.parameters():
+            tracker.see(local(parameter), "parameters", line="the weights")
+        away = _put_away(run, tracker, per_weight) if job.offload else 0
+        tracker.begin("load")
         for gap in gaps:
-            left = LeftOut(run, tracker, gap, case.states, case.offload)
+            left = LeftOut(run, tracker, gap, per_weight, job.offload)
             away += left.away
             opened.enter_context(left.counted())
-        _step(case, run, fake, tracker)
+        _step(run, job, _batch(run, job, documents, fake), per_weight, tracker)
         store = run.store
     held = store.held if isinstance(store, DryStore) else {}
     return DryRun(
@@ -161,45 +111,22 @@ def dry_run(case: Case, layers: int | None = None, *, every: bool = False) -> Dr
     )
 
 
-def _prepared(case: Case, config: Any, stack: Stack, tracker: LiveBytes) -> Run:
-    model = _build(case, config)
-    quiet = replace(stack, store="gpu", attention="cpu")
-    build_mesh = real(parallelize.build_mesh)
-    with (
-        mock.patch.object(parallelize, "build_mesh", lambda *given: replace(build_mesh(*given), offload=case.offload)),
-        mock.patch.object(fsdp, "CPUOffloadPolicy", lambda **_: CPUOffloadPolicy(pin_memory=False)),  # nothing to pin
-        mock.patch.object(parallelize, "materialize", lambda *_: None),  # fake weights are where they belong
-    ):
-        run = parallelize.prepare(model, quiet, device=CPU, dtype=case.dtype)
-    run.stack = stack
-    run.near = DryGpuStore(CPU, tracker)
-    run.store = run.near if stack.far == "gpu" else DryStore(CPU, stack.far)
-    kernels = {False: case.kernel, True: case.windowed or case.kernel}
-    run.kernels.chosen = {need: DryKernel(kernels[need.windowed], case.processors) for need in run.kernels.chosen}  # pyright: ignore
-    del model
-    for parameter in run.model.parameters():
-        tracker.see(local(parameter), "parameters", line="the weights")
-    tracker.begin("load")
-    return run
-
-
-def meta_model(case: Case, config: Any) -> nn.Module:
+def meta_model(job: Job, config: Any, dtype: torch.dtype) -> nn.Module:
     """The model as training builds it, without weights. What FSDP2 keeps masters of is fp32."""
     from transformers import AutoModelForCausalLM
 
     from ...engine.build import with_lora
 
-    narrow = case.lora is not None or not case.stack.shard_parameters
+    narrow = job.lora or not job.stack.shard_parameters
     with torch.device("meta"):
-        dtype = case.dtype if narrow else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        return model if case.lora is None else with_lora(model, case.lora, 0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype if narrow else torch.float32, trust_remote_code=False
+        )
+        return with_lora(model, Lora(rank=job.lora, targets=job.targets), 0) if job.lora else model
 
 
-def _build(case: Case, config: Any) -> nn.Module:
-    """The model, with fake weights on the CPU label."""
-    with _disable_current_modes():
-        model = meta_model(case, config)
+def _fill(model: nn.Module) -> None:
+    """Give a model without weights fake ones, on the CPU label."""
     made: dict[int, nn.Parameter] = {}  # a tied parameter sits in several modules and must stay one
     for module in model.modules():
         for name, value in module._parameters.items():
@@ -208,19 +135,28 @@ def _build(case: Case, config: Any) -> nn.Module:
             module._parameters[name] = None if value is None else made[id(value)]
         for name, value in module._buffers.items():
             module._buffers[name] = None if value is None else torch.empty(value.shape, dtype=value.dtype)
-    return model
 
 
-def _step(case: Case, run: Run, fake: FakeTensorMode, tracker: LiveBytes) -> None:
+def assembled(model: nn.Module, job: Job, mesh: Mesh, tracker: LiveBytes, dtype: torch.dtype) -> Run:
+    """The model as `prepare` leaves it, with parts that allocate as those of a GPU do and compute nothing."""
+    stack, on_device = job.stack, DryGpuStore(CPU, tracker)
+    return assemble(
+        model, read_model(model, DryNorm()), stack, mesh,
+        store=on_device if stack.offload == "gpu" else DryStore(CPU, stack.offload), on_device=on_device,
+        kernels=DryKernels(job.kernel, windowed=job.windowed, processors=job.processors), loss_kernel=DryLoss(),
+        dtype=dtype, weights=lambda run: None,  # they are where they belong
+    )  # fmt: skip
+
+
+def _step(run: Run, job: Job, batch: Any, optimizer_bytes: float, tracker: LiveBytes) -> None:
     """The second step of a run, when the optimizer's states are there."""
-    held = [] if case.offload else states(run.model, case.states)
-    for each in held:
-        tracker.see(each, "optimizer", line="the optimizer's states")
-    batch = _batch(case, run, fake)
+    held = [] if job.offload else states(run.model, optimizer_bytes)
+    for state in held:
+        tracker.see(state, "optimizer", line="the optimizer's states")
     for value in vars(batch).values():
         if isinstance(value, Tensor):
             tracker.see(value, "other")
-    for _ in range(min(case.accumulation, 2)):  # from the second on, all gradients are there from the beginning
+    for _ in range(min(job.accumulation, 2)):  # from the second on, all gradients are there from the beginning
         tracker.begin("forward")
         with loss_phase(run, tracker):
             loss = run.loss(batch)
@@ -228,7 +164,7 @@ def _step(case: Case, run: Run, fake: FakeTensorMode, tracker: LiveBytes) -> Non
         loss.backward()
         del loss
     for parameter in run.model.parameters():
-        if parameter.grad is not None and not case.offload:
+        if parameter.grad is not None and not job.offload:
             tracker.see(local(parameter.grad), "gradients")
     tracker.begin("step")
     del held
@@ -240,6 +176,16 @@ def states(model: nn.Module, per_weight: float) -> list[Tensor]:
     return [torch.empty(state_bytes(p, per_weight), dtype=torch.uint8) for p in trained]
 
 
+class _OnHost:
+    """A shard in host memory: asked for on the device, it is copied, although both have the same label here."""
+
+    def __init__(self, shard: Tensor) -> None:
+        self.shard = shard
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Tensor:
+        return self.shard.clone()
+
+
 def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float) -> int:
     """FSDP2's CPU offload: shards, their states and, once reduced, their gradients are not on the GPU. -> their bytes"""
 
@@ -247,26 +193,22 @@ def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float) -> int:
         if parameter.grad is not None:
             tracker.ignore(local(parameter.grad))
 
+    for module in run.model.modules():
+        for group in gathered_groups(module):
+            group.lazy_init()  # as the first forward does: it looks for the shards once more, and then never again
+            for parameter in group.fsdp_params:
+                parameter._sharded_param_data = _OnHost(parameter._sharded_param_data)
     for parameter in run.model.parameters():
         tracker.ignore(local(parameter))
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(gone)
-    tracker.begin("load")
     return on_host(run.model, optimizer_bytes)
 
 
-@contextmanager
-def _arriving() -> Iterator[None]:
-    """A shard that is gathered comes to the GPU first, as it is, and is rounded there."""
-    rounded = _fsdp_param._to_dtype_if_needed
-    with mock.patch.object(_fsdp_param, "_to_dtype_if_needed", lambda shard, dtype: rounded(shard.clone(), dtype)):
-        yield
-
-
-def _batch(case: Case, run: Run, fake: FakeTensorMode) -> Any:
-    documents = None if case.documents is None else [case.documents] * case.rows
+def _batch(run: Run, job: Job, documents: list[int] | None, fake: FakeTensorMode) -> Any:
+    packed = None if documents is None else [documents] * job.batch
     with _disable_current_modes():  # how a batch is cut depends on its numbers
-        batch = run.shard(torch.zeros(case.rows, case.context, dtype=torch.int64), documents=documents)
+        batch = run.shard(torch.zeros(job.batch, job.context, dtype=torch.int64), documents=packed)
     changed = {name: fake.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **changed)
 
@@ -279,16 +221,6 @@ def loss_phase(run: Run, tracker: LiveBytes) -> Iterator[None]:
         yield
     finally:
         head.remove()
-
-
-def real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function on real tensors: a mesh asks its own for their values."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def shortened(config: Any, layers: int | None) -> Any:
@@ -325,38 +257,3 @@ def fake_group(world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _fused() -> Iterator[None]:
-    """On a GPU one kernel makes loss and gradient, and one a norm; on the CPU label they would not be chosen."""
-
-    def loss_fuses(device: Any, dtype: torch.dtype, terms: LossTerms) -> bool:
-        return terms.logit_cap is None and dtype in (torch.bfloat16, torch.float32)
-
-    def loss_fused(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool):
-        rows = torch.empty(labels.numel(), dtype=torch.float32)
-        return rows.sum(), logits, logits.detach()
-
-    with (
-        mock.patch.object(loss_module, "fuses", loss_fuses),
-        mock.patch.object(run_module, "fuses", loss_fuses),
-        mock.patch.object(loss_module, "_fused", loss_fused),
-        mock.patch.object(norm, "fuses", lambda x: x.dtype in (torch.bfloat16, torch.float16)),
-        mock.patch.object(norm, "fused", lambda x, weight, epsilon: _DryNorm.apply(x, weight)),
-    ):
-        yield
-
-
-class _DryNorm(torch.autograd.Function):
-    """Keeps and makes what torch's fused RMSNorm does on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...base.holding import module_holds
 from ...engine.limits import IN_FLIGHT
 from ...engine.offload.packing import Layout, pack
 from ...engine.offload.store import GpuStore, Store
 from .tracker import LiveBytes
+
+module_holds(__name__, "kept")
 
 
 @dataclass
@@ -34,23 +37,23 @@ class DryStore(Store):
         self.kind = kind
         self.most = self._now = 0
         self._leaving: deque[_Entry] = deque()
-        self._brief: DryStore | None = None
+        self._scratch_store: DryStore | None = None
 
     @property
-    def brief(self) -> DryStore:
+    def scratch_store(self) -> DryStore:
         """Beside a disk, host memory."""
         if self.kind != "disk":
             return self
-        if self._brief is None:
-            self._brief = DryStore(self.device, "host")
-            self._brief._leaving = self._leaving
-        return self._brief
+        if self._scratch_store is None:
+            self._scratch_store = DryStore(self.device, "host")
+            self._scratch_store._leaving = self._leaving
+        return self._scratch_store
 
     @property
     def held(self) -> dict[str, int]:
         """The most that was held, by where."""
         found = {self.kind: self.most}
-        return found if self._brief is None else {**found, "host": self._brief.most}
+        return found if self._scratch_store is None else {**found, "host": self._scratch_store.most}
 
     @property
     def medium(self) -> str:
@@ -81,7 +84,7 @@ class DryStore(Store):
         return entry
 
     def _bring(self, entry: _Entry, following: _Entry | None, *, spend: bool) -> list[Tensor]:
-        self._settle(entry)
+        self._wait_copied(entry)
         if entry.arrival is None:
             entry.arrival = self._fetch(entry)
         if following is not None and following.arrival is None:
@@ -94,12 +97,12 @@ class DryStore(Store):
     def _fetch(self, entry: _Entry) -> list[Tensor]:
         return [layout.empty(self.device) for layout in entry.layouts]
 
-    def _settle(self, entry: _Entry) -> None:
+    def _wait_copied(self, entry: _Entry) -> None:
         while any(each is entry for each in self._leaving):
             self._leaving.popleft().source = None
 
     def _discard(self, entry: _Entry) -> bool:
-        self._settle(entry)
+        self._wait_copied(entry)
         self._now -= entry.nbytes
         entry.nbytes = 0
         return True

@@ -2,7 +2,7 @@
 
 Every tensor that an operator returns is looked at; a storage that was not seen before is an allocation, and its end is noticed by
 a weak reference. FSDP2 gives storages back and takes them again by resizing them, which is watched too. Sizes are rounded as
-torch's CUDA allocator rounds them. What comes out is the peak of each phase, by category (categories.py).
+torch's CUDA allocator rounds them. What comes out is the peak of each phase, by category (base/holding.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from ..categories import category, passes
+from ...base.holding import CALLER, category, word_of
 
 ROUND = 512  # bytes: the allocator's smallest step
 LARGE = 1 << 20  # bytes of an allocation that is worth a line of its own
@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
                 self._change(storage, known.nbytes, name, line or known.line, module or known.module)
             return
         made = line or self._line()
-        name = name or category((frame.f_code.co_filename, frame.f_code.co_name) for frame in self._frames())
+        name = name or category(self._frames())
         self._change(storage, _rounded(storage.nbytes()), name, made, module or self.module)
 
     def ignore(self, tensor: Tensor) -> None:
@@ -149,7 +149,7 @@ class LiveBytes(TorchDispatchMode):
         """The innermost line of ours, or of FSDP2, that asked for memory."""
         for frame in self._frames():
             told = _told(frame.f_code.co_filename)
-            if told and not passes(frame.f_code.co_filename, frame.f_code.co_name):
+            if told and word_of(frame) != CALLER:
                 return f"{told}:{frame.f_lineno} {frame.f_code.co_name}"
         return "outside of ithaca"
 

@@ -1,15 +1,16 @@
 """From one command to the processes of a run: find out which job this is, or start one on this machine.
 
     decision                 which of these: here, in workers of our own, or as a rank of a job
-    environment · hosts      which job am I part of: torchrun, srun, mpirun
+    environment              which job am I part of: torchrun, srun, mpirun
     rendezvous               its ranks find each other, or say who is missing
     supervise                a run on this machine: attempts, and whether to make another
     local · process          one attempt: start workers, watch them, end them
-    cause · memory           why did it end
-    pulse · blame · peers    what a rank says while it runs; which one hangs; the same in jobs that others started
+    cause                    why did it end
+    heartbeat · hang         what a rank says while it runs; which one hangs
+    peers                    the same in jobs that others started
     slurm                    a batch script
 
-What it shares with others is in base: exit codes, signals, and the process that workers are forked from.
+What it shares with others is in base: exit codes, signals, and how processes are started, forked and ended.
 Light to import: torch comes in when a rank joins, or when GPUs have to be counted.
 """
 

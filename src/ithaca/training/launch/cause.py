@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...base import exits
-from .pulse import tell
+from ...base.processes.process import signal_name
+from .heartbeat import tell
 
 _MOST = 16_000  # characters of a message: more than a screen, and a bound on what a broken rank can say
 
@@ -80,7 +81,7 @@ class End:
         if self.failure:
             return self.failure.headline
         if self.status < 0:
-            name, why = _signal_name(-self.status), ""
+            name, why = signal_name(-self.status), ""
             if self.out_of_memory:
                 why = " (by the system: host memory ran out)"
             elif name == "SIGKILL":
@@ -147,10 +148,3 @@ def last_line(log: Path, start: int) -> str:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     return "".join(each for each in lines[-1] if each.isprintable())[:300] if lines else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -30,7 +30,7 @@ from ...base.processes.system import say, set_name, tie_to_launcher
 from ...base.run_folder import RunFolder
 from ...config import Config, dump, violations
 from ...stack import require
-from . import pulse
+from . import heartbeat
 from .cause import Failure, last_line, report
 from .environment import Job, find_job
 from .peers import watch_peers, watch_self
@@ -103,7 +103,7 @@ def plan_workers(config: Config) -> Plan:
 def _alone(config: Config, function: Function) -> int:
     try:
         with listen():
-            pulse.begin(config.launch.timeouts, watch_self(RunFolder(config.run.folder)))
+            heartbeat.begin(config.launch.timeouts, watch_self(RunFolder(config.run.folder)))
             return _load(function)(config)
     except Exception as error:
         if isinstance(error, ValueError | OSError) or hasattr(error, "exit_code"):
@@ -111,7 +111,7 @@ def _alone(config: Config, function: Function) -> int:
         say(Failure.of(error, _log_traceback(config, 0, error)).text)
         return exits.code_of(error)
     finally:
-        pulse.stop()
+        heartbeat.stop()
 
 
 def _as_rank(config: Config, function: Function, job: Job, timeout: float, resumes: bool) -> int:
@@ -122,7 +122,7 @@ def _as_rank(config: Config, function: Function, job: Job, timeout: float, resum
     try:
         with listen() as stop:
             if job.kind == "local":
-                pulse.begin(config.launch.timeouts)
+                heartbeat.begin(config.launch.timeouts)
             _check_numbers(config, job)
             device = "cpu" if config.launch.cpu is not None else "cuda"
             from .rendezvous import join, leave
@@ -130,12 +130,12 @@ def _as_rank(config: Config, function: Function, job: Job, timeout: float, resum
             digest = hashlib.sha256(dump(config).encode()).hexdigest()
             join(job, device, timeout, same=digest)
             if job.kind != "local":
-                pulse.begin(
+                heartbeat.begin(
                     config.launch.timeouts, watch_peers(job, config.launch.timeouts, RunFolder(config.run.folder))
                 )
             code = _load(function)(config)
             if code in (exits.DONE, exits.STOPPED):
-                pulse.stop()
+                heartbeat.stop()
                 leave()
                 return code
     except BaseException as error:

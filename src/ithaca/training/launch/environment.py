@@ -16,14 +16,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 from ...base.processes.system import LAUNCHER
-from .hosts import expand_hosts, tasks_per_node
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _SPECIAL_STEP = 0xFFFFFFF0  # Slurm's numbers for batch scripts and interactive shells lie above
+_ITEM = r"(?:[^,\[\]\s]|\[[^\[\]]+\])+"  # a name, parts of which stand in brackets
+_MOST = 100_000  # hosts: more than any cluster has, and a bound on what a broken variable can cost
 
 LISTENER, REPORT, STACKS, ATTEMPT = "ITHACA_LISTENER", "ITHACA_REPORT", "ITHACA_STACKS", "ITHACA_ATTEMPT"
 """What local.py adds beside LAUNCHER: rank 0's listening socket; the pipe on which a rank says what it does and why it failed; a
@@ -218,3 +221,43 @@ def _list(names: list[str]) -> str:
 
 def _is(names: list[str]) -> str:
     return "is" if len(names) == 1 else "are"
+
+
+# -- Slurm's short forms, read without Slurm: `node[003-005,9]` is four hosts, `8(x2),4` is 8, 8 and 4 tasks -----------------------
+
+
+def expand_hosts(text: str, name: str = "the node list") -> list[str]:
+    """The hosts of a list in Slurm's short form, in order. Ranges keep their leading zeros; brackets may repeat (r[1-2]n[1-4])."""
+    if not re.fullmatch(rf"{_ITEM}(,{_ITEM})*", text):
+        raise ValueError(f"{name}={text!r} is not a list of hosts")
+    hosts: list[str] = []
+    for part in re.finditer(_ITEM, text):
+        pieces = re.findall(r"\[([^\]]*)\]|([^\[\]]+)", part[0])
+        choices = [_ranges(inside, text, name) if inside else [plain] for inside, plain in pieces]
+        if prod(map(len, choices)) > _MOST:
+            raise ValueError(f"{name}={text!r} has more than {_MOST} hosts")
+        hosts += map("".join, product(*choices))
+    return hosts
+
+
+def _ranges(inside: str, text: str, name: str) -> list[str]:
+    """What stands in brackets: `003-005,9` -> 003 004 005 9"""
+    names: list[str] = []
+    for item in inside.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", item, re.ASCII)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(last) < int(first) or int(last) - int(first) > _MOST:
+            raise ValueError(f"{name}={text!r} has a range that cannot be read: [{inside}]")
+        names += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return names
+
+
+def tasks_per_node(text: str, name: str) -> list[int]:
+    """`8(x2),4` -> [8, 8, 4]"""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", item, re.ASCII)
+        if match is None:
+            raise ValueError(f"{name}={text!r} cannot be read; it should look like 8(x2),4")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -17,8 +17,8 @@ Signals          Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are passed on once, to the 
                  with 75 alone had a signal of its own before the first step: the others are then asked too.
 Failure          One cause first (cause.py). The other workers get SIGTERM, and SIGKILL after a grace: without the failed rank
                  they would wait in a collective for ever.
-Hang             A rank that stands in a section for longer than its limit (pulse.py), or gives no sign of life, ends the attempt:
-                 the one to blame is named (blame.py), and the Python stacks of all ranks are written down.
+Hang             A rank that stands in a section for longer than its limit (heartbeat.py), or gives no sign of life, ends the
+                 attempt: the one that hangs is named (hang.py), and the Python stacks of all ranks are written down.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...base import exits
-from ...base.processes.fork_server import Template, reap
-from ...base.processes.signals import held_back
-from ...base.processes.system import LAUNCHER, catch_signals, say, usable_cores
+from ...base.processes.fork_server import Template
+from ...base.processes.fork_server import start as start_process
+from ...base.processes.process import adopting_orphans, reap, signal_name
+from ...base.processes.system import DUMP, LAUNCHER, catch_signals, say, usable_cores
 from ...config.schema import Timeouts
-from .blame import to_blame, words
 from .cause import End, describe, last_line, root
 from .environment import LISTENER, REPORT, STACKS
-from .process import Copy, Process, Worker
-from .pulse import DUMP
+from .hang import describe_hang, hanging_ranks
+from .process import Copy, Worker
 
 LOOPBACK = "127.0.0.1"
 SETTLE_SECONDS = 0.5  # after the first failure, for the others to end and to say why
@@ -112,6 +111,7 @@ def watch(
     with ExitStack() as opened:
         if signals is None:
             signals = opened.enter_context(catch_signals(PASSED_ON))
+        opened.enter_context(adopting_orphans())  # what a dead worker leaves behind is reaped here
         run = _Run(workers, grace, signals, timeouts, stacks, list(inherit), listening, template, resumes)
         opened.callback(run.kill)
         run.start(command, logs, os.environ if environ is None else environ)
@@ -156,9 +156,11 @@ class _Run:
         with listener:
             template = self._prepared({**common, "RANK": "0", "LOCAL_RANK": "0"}, logs / "rank-0.log")
             for rank in range(self.world):
-                mine = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 named = {LISTENER: listener.fileno()} if rank == 0 else {}
-                self.workers.append(self._start_one(command, rank, logs / f"rank-{rank}.log", mine, named, template))
+                self.workers.append(
+                    self._start_one(command, rank, logs / f"rank-{rank}.log", variables, named, template)
+                )
 
     def _prepared(self, environ: dict[str, str], log: Path) -> Template | None:
         if self.template is None:
@@ -181,20 +183,10 @@ class _Run:
                 out = 1
             elif rank == 0:
                 out, err = (self._copied(terminal, log, ours) for terminal in (1, 2))
-            process: Process | None = None
-            if template is not None:
-                process = template.fork(environ, stdout=out, stderr=err, files=self.inherit, named=named)
-            if process is None:
-                with held_back() if self.listening else nullcontext():
-                    process = subprocess.Popen(
-                        list(command),
-                        env={**environ, **{name: str(file) for name, file in named.items()}},
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        pass_fds=[*named.values(), *self.inherit],
-                        start_new_session=True,
-                    )
+            process = start_process(
+                command, environ, f"ithaca rank {rank}", named=named, files=[out, err, *self.inherit], template=template,
+                listening=self.listening,
+            )  # fmt: skip
         return Worker(rank, process, reading, log, start, stacks)
 
     def _copied(self, terminal: int, log: Path, ours: ExitStack) -> int:
@@ -217,7 +209,7 @@ class _Run:
                 else:
                     reap(worker.process.pid)
             if self._pass_on_signals():
-                return Outcome(128 + self.signals[-1], f"{_name(self.signals[-1])} came again: stopped at once")
+                return Outcome(128 + self.signals[-1], f"{signal_name(self.signals[-1])} came again: stopped at once")
             self._ask_others_to_stop()
             self._end_others()
             self._look_for_hangs()
@@ -252,11 +244,11 @@ class _Run:
         if since > TOGETHER_SECONDS and self.passed_on is None:
             self.passed_on = signal.SIGTERM
             for worker in self.workers:
-                worker.send(signal.SIGTERM)
+                worker.process.send(signal.SIGTERM)
         if since > STRAGGLING_SECONDS:
             self.asked = True
             for worker in self.workers:
-                worker.send(signal.SIGKILL, children=True)
+                worker.process.send(signal.SIGKILL, children=True)
 
     def _look_for_hangs(self) -> None:
         now, before = time.monotonic(), self.awake
@@ -272,21 +264,21 @@ class _Run:
         silent = [sign for sign in signs if sign.silent(now, self.timeouts.silence)]
         if not silent and not any(sign.late(now) for sign in signs):
             return
-        found = silent or to_blame(signs, now)
+        hanging = silent or hanging_ranks(signs, now)
         self.asked = True
-        self.hung = words(found, now, self.world, bool(silent))
+        self.hung = describe_hang(hanging, now, self.world, bool(silent))
         if self.stacks is not None:
             self.hung += f"\n  stacks of all ranks: {self.stacks}"
             self._write_stacks(self.stacks, running)
         for worker in running:
-            worker.send(signal.SIGKILL, children=True)
+            worker.process.send(signal.SIGKILL, children=True)
 
     def _write_stacks(self, folder: Path, running: list[Worker]) -> None:
         """Of every rank that can still say where it is: those that are stopped wake up for it."""
         for worker in running:
             if worker.beat is not None:  # before its first sign of life the signal would kill it
-                worker.send(DUMP)
-                worker.send(signal.SIGCONT)
+                worker.process.send(DUMP)
+                worker.process.send(signal.SIGCONT)
         until = time.monotonic() + DUMP_SECONDS
         while time.monotonic() < until and not all(os.fstat(worker.stacks).st_size for worker in running):
             self._wait(0.05)
@@ -306,9 +298,9 @@ class _Run:
         if self.passed_on is None:
             self.passed_on = self.signals[0]
             do = "save and stop" if self.resumes else "stop"
-            say(f"{_name(self.passed_on)}: {self.world} workers {do}; once more stops them at once")
+            say(f"{signal_name(self.passed_on)}: {self.world} workers {do}; once more stops them at once")
             for worker in self.workers:
-                worker.send(signal.SIGTERM if self.passed_on == signal.SIGHUP else self.passed_on)
+                worker.process.send(signal.SIGTERM if self.passed_on == signal.SIGHUP else self.passed_on)
         return len(self.signals) > 1
 
     def _end_others(self) -> None:
@@ -318,10 +310,10 @@ class _Run:
         if since > SETTLE_SECONDS and not self.asked:
             self.asked = True
             for worker in self.workers:
-                worker.send(signal.SIGTERM)
+                worker.process.send(signal.SIGTERM)
         if since > SETTLE_SECONDS + self.grace:
             for worker in self.workers:
-                worker.send(signal.SIGKILL, children=True)
+                worker.process.send(signal.SIGKILL, children=True)
 
     def _outcome(self) -> Outcome:
         step = max((worker.beat.step for worker in self.workers if worker.beat), default=0)
@@ -338,7 +330,7 @@ class _Run:
                 first.last_line = last_line(worker.log, worker.log_start)
         if self.passed_on is not None and first.status in (-self.passed_on, 128 + self.passed_on, -signal.SIGTERM):
             return Outcome(
-                128 + self.passed_on, f"{_name(self.passed_on)} ended the run before it could save", step=step
+                128 + self.passed_on, f"{signal_name(self.passed_on)} ended the run before it could save", step=step
             )
         return Outcome(first.code, describe(self.failed, self.world), first.again, step)
 
@@ -350,10 +342,9 @@ class _Run:
 
     def kill(self) -> None:
         for worker in self.workers:
-            worker.send(signal.SIGKILL, children=True)
+            worker.process.send(signal.SIGKILL, children=True)
         for worker in self.workers:
-            if worker.end is None:
-                worker.process.wait()
+            worker.process.wait()
             reap(worker.process.pid, 1.0)
             os.close(worker.report)
             os.close(worker.stacks)
@@ -361,7 +352,3 @@ class _Run:
         for key in list(self.streams.get_map().values()):
             key.data.close()
         self.streams.close()
-
-
-def _name(number: int) -> str:
-    return signal.Signals(number).name

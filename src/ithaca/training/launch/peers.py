@@ -1,9 +1,9 @@
 """Hangs and lost hosts in a job that others have started: torchrun and srun watch processes, not progress.
 
-There is no launcher of ours to listen, so each rank writes its signs of life (pulse.py) into the job's store, and the first rank
-of each host reads those of all. What it may find:
+There is no launcher of ours to listen, so each rank writes its signs of life (heartbeat.py) into the job's store, and the first
+rank of each host reads those of all. What it may find:
 
-    a rank that stands in a section for too long     -> HANG; the one to blame is named (blame.py)
+    a rank that stands in a section for too long     -> HANG; the one that hangs is named (hang.py)
     no sign of life from ranks                       -> LOST where they are all of a host: it is down or cut off; else HANG
     no answer from the store                         -> LOST: this host is cut off, or that of rank 0 is down
 
@@ -31,9 +31,9 @@ from ...base import exits
 from ...base.processes.system import say
 from ...base.run_folder import RunFolder
 from ...config.schema import Timeouts
-from .blame import Sign, to_blame, words
 from .environment import Job
-from .pulse import PERIOD, Beat
+from .hang import Sign, describe_hang, hanging_ranks
+from .heartbeat import PERIOD, Beat
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -75,12 +75,13 @@ class Peers:
             text = f"the host of rank 0 ({where}) gave no answer for {mute:.0f} s: it is down, or this host is cut off"
             self._end(exits.LOST, text)
         judge = self.job.local_rank == 0
-        mine = beat.limit is not None and beat.age > beat.limit + (0 if judge else _OTHERS_SECONDS)
-        if judge and (found := self._verdict(mine, now)):
-            self._announce(*found)
-        elif mine:
+        late = beat.limit is not None and beat.age > beat.limit + (0 if judge else _OTHERS_SECONDS)
+        if judge and (verdict := self._verdict(late, now)):
+            self._announce(*verdict)
+        elif late:
             self._end(
-                exits.HANG, words([Sign(self.job.rank, self._who(self.job.rank), now, beat)], now, self.job.world)
+                exits.HANG,
+                describe_hang([Sign(self.job.rank, self._who(self.job.rank), now, beat)], now, self.job.world),
             )
 
     def _keep_talking(self) -> None:
@@ -127,12 +128,12 @@ class Peers:
         if silent:
             lost = {hosts[sign.rank] for sign in silent}
             alive = {hosts[sign.rank] for sign in signs if sign not in silent}
-            text = words(silent, now, self.job.world, silent=True)
+            text = describe_hang(silent, now, self.job.world, silent=True)
             if lost & alive:
                 return exits.HANG, text
             return exits.LOST, f"{text}: {', '.join(sorted(lost))} is down or cut off"
         if late and signs:
-            return exits.HANG, words(to_blame(signs, now), now, self.job.world)
+            return exits.HANG, describe_hang(hanging_ranks(signs, now), now, self.job.world)
         return None
 
     def _who(self, rank: int) -> str:
@@ -175,8 +176,8 @@ def watch_self(folder: RunFolder) -> Callable[[Beat], None]:
         if beat.limit is not None and beat.age > beat.limit:
             alone = Job(0, 0, 1, 1, 0, "", 0, "alone")
             now = time.monotonic()
-            found = words([Sign(0, "the run", now, beat)], now, 1)
-            Peers(alone, Timeouts(), folder, _no_store)._end(exits.HANG, found)
+            text = describe_hang([Sign(0, "the run", now, beat)], now, 1)
+            Peers(alone, Timeouts(), folder, _no_store)._end(exits.HANG, text)
 
     return carry
 
@@ -186,13 +187,13 @@ def _no_store(_: float) -> dist.Store:
 
 
 def watch_peers(job: Job, timeouts: Timeouts, folder: RunFolder) -> Callable[[Beat], None]:
-    """-> what carries the beats of this rank, for `pulse.begin`. After `join`: the store is there."""
+    """-> what carries the beats of this rank, for `heartbeat.begin`. After `join`: the store is there."""
     import torch.distributed as dist
 
     def open_store(seconds: float) -> dist.Store:
         client = dist.TCPStore(
             job.address, job.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
         )
-        return dist.PrefixStore(f"ithaca/{job.attempt}/pulse", client)
+        return dist.PrefixStore(f"ithaca/{job.attempt}/heartbeat", client)
 
     return Peers(job, timeouts, folder, open_store).carry

@@ -1,28 +1,47 @@
-"""The parts of the local launcher that deal with the operating system: processes, pipes, signals, cores."""
+"""A rank as its launcher sees it: its process, what it says, how it ended; and rank 0's output on its way to the terminal."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
-from .blame import Sign
+from ...base.processes.process import Process
 from .cause import End, Failure
-from .memory import oom_kills
-from .pulse import Beat
+from .hang import Sign
+from .heartbeat import Beat
+
+GROUPS = Path("/sys/fs/cgroup")
 
 
-class Process(Protocol):
-    """A worker's: of `subprocess`, or forked from a template."""
+def oom_kills(own: Path = Path("/proc/self/cgroup"), groups: Path = GROUPS) -> int:
+    """How often the system has killed a process of our control group (a container, a Slurm job, a login session) because memory ran
+    out. It leaves no message behind, only SIGKILL, but it counts. 0 where the count cannot be read."""
+    for path in _counters(own, groups):
+        with suppress(OSError, UnicodeDecodeError):
+            if count := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+                return int(count[1])
+    return 0
 
-    @property
-    def pid(self) -> int: ...
-    def wait(self) -> int: ...
+
+def _counters(own: Path, groups: Path) -> list[Path]:
+    """Files that may hold the count: of this process's group, version 2 or 1; else of the root, as a container sees its own."""
+    files = []
+    with suppress(OSError, UnicodeDecodeError):
+        for line in own.read_text().splitlines():
+            _, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if controllers == "":
+                files.append(groups / path.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                files.append(groups / "memory" / path.lstrip("/") / "memory.oom_control")
+    return [*files, groups / "memory.events", groups / "memory" / "memory.oom_control"]
 
 
 @dataclass
@@ -63,23 +82,16 @@ class Worker:
         return Sign(self.rank, who, self.heard, self.beat, state in (b"T", b"t"), setup)
 
     def look(self) -> bool:
-        """Has it ended just now? If so, end what it left behind."""
-        pid = self.process.pid
-        if self.end or not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        """Has it ended just now? If so, what it left behind is ended too."""
+        if self.end or not self.process.ended():
             return False
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # before it is reaped: until then nobody else can have its number
-        status = self.process.wait()
+        assert self.process.status is not None
+        status = self.process.status
         self.listen()
         step = self.beat.step if self.beat else 0
         starved = status == -signal.SIGKILL and oom_kills() > self.kills
-        self.end = End(self.rank, pid, status, self.log, "", self.failure, step, starved)
+        self.end = End(self.rank, self.process.pid, status, self.log, "", self.failure, step, starved)
         return True
-
-    def send(self, number: int, children: bool = False) -> None:
-        if self.end is None:
-            with suppress(ProcessLookupError, PermissionError):
-                (os.killpg if children else os.kill)(self.process.pid, number)
 
 
 @dataclass

@@ -25,7 +25,8 @@ from ...base.processes.fork_server import Template
 from ...base.processes.system import catch_signals, say
 from ...base.run_folder import RunFolder
 from ...config.schema import Launch
-from ...storage.files import latest, step_of
+from ...storage.files import latest
+from ...storage.place import step_of
 from .environment import ATTEMPT
 from .local import PASSED_ON, Outcome, show, watch
 

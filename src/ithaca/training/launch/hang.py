@@ -1,6 +1,6 @@
 """Which rank hangs? Ranks wait for each other, so when one of them hangs all of them stand still, and all run out of time together.
 
-Told apart by what they last said (pulse.py), strongest evidence first:
+Told apart by what they last said (heartbeat.py), strongest evidence first:
 
     stopped      the system says so: SIGSTOP, a debugger
     silent       no sign of life for seconds, while others gave some: stuck with Python's lock held, or on a host that is cut off
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .pulse import PERIOD, SECTIONS, Beat
+from .heartbeat import PERIOD, SECTIONS, Beat
 
 QUIET = 5 * PERIOD  # no sign for so long is remarkable, when others are heard
 
-_WORDS = {
+_PLACES = {
     "setup": "while starting",
     "pack": "while packing data",
     "data": "in step {step}, waiting for data",
@@ -53,18 +53,18 @@ class Sign:
         return silence is not None and self.beat is not None and now - self.heard > silence
 
 
-def to_blame(signs: Sequence[Sign], now: float) -> list[Sign]:
+def hanging_ranks(signs: Sequence[Sign], now: float) -> list[Sign]:
     """The ranks that hang, of ranks that stand still. Those that others wait for, if that can be told."""
     tests: list[Callable[[Sign], bool]] = [
         lambda sign: sign.stopped,
         lambda sign: now - sign.heard > QUIET,
-        lambda sign: _progress(sign) == min(_progress(each) for each in signs),
+        lambda sign: _progress(sign) == min(map(_progress, signs)),
         lambda sign: sign.beat is None or not sign.beat.waiting,
     ]
     for test in tests:
-        found = [sign for sign in signs if test(sign)]
-        if 0 < len(found) < len(signs):
-            return found
+        hanging = [sign for sign in signs if test(sign)]
+        if 0 < len(hanging) < len(signs):
+            return hanging
     return list(signs)
 
 
@@ -74,24 +74,24 @@ def _progress(sign: Sign) -> tuple[int, int]:
     return (sign.beat.step, SECTIONS.index(sign.beat.section) if sign.beat.section in SECTIONS else 0)
 
 
-def words(found: Sequence[Sign], now: float, world: int, silent: bool = False) -> str:
+def describe_hang(hanging: Sequence[Sign], now: float, world: int, silent: bool = False) -> str:
     """One line: who stands where, for how long. silent: it was their silence that gave them away."""
-    first = found[0]
-    if len(found) == world > 1:
+    first = hanging[0]
+    if len(hanging) == world > 1:
         who = f"all {world} ranks"
     else:
-        who = " and ".join(sign.who for sign in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-    place = _WORDS["setup"]
+        who = " and ".join(sign.who for sign in hanging[:4]) + (
+            f" and {len(hanging) - 4} more" if len(hanging) > 4 else ""
+        )
+    place = _PLACES["setup"]
     if first.beat is not None:
-        place = _WORDS.get(first.beat.section, first.beat.section).format(step=first.beat.step)
+        place = _PLACES.get(first.beat.section, first.beat.section).format(step=first.beat.step)
     quiet = now - first.heard
     if first.stopped:
-        return f"{who} {_is(found)} stopped (SIGSTOP?) {place}, for {first.standing(now):.0f} s"
+        return (
+            f"{who} {'is' if len(hanging) == 1 else 'are'} stopped (SIGSTOP?) {place}, for {first.standing(now):.0f} s"
+        )
     if (silent or quiet > QUIET) and first.beat is not None:
         return f"{who} gave no sign of life for {quiet:.0f} s {place}"
-    at = f", at {first.beat.where}" if first.beat and first.beat.where and len(found) == 1 else ""
+    at = f", at {first.beat.where}" if first.beat and first.beat.where and len(hanging) == 1 else ""
     return f"{who} made no progress for {first.standing(now):.0f} s {place}{at}"
-
-
-def _is(found: Sequence[Sign]) -> str:
-    return "is" if len(found) == 1 else "are"

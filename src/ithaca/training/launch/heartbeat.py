@@ -1,4 +1,4 @@
-"""What a rank tells others while it runs: the section it is in, and that it is alive.
+"""The heartbeat: what a rank tells others while it runs: the section it is in, and that it is alive.
 
     begin(timeouts, carry)            once, as soon as the process knows that it is a rank
     section("step", 41)               in the main thread, whenever something else begins
@@ -16,7 +16,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from ...base.processes.system import DUMP
 from ...config.schema import Timeouts
 from .environment import REPORT, STACKS
 
@@ -36,9 +36,6 @@ FIRST = 2.0  # times the limit of a step, for a first step: kernels are built, m
 
 SECTIONS = ("setup", "data", "step", "eval", "save")
 """In the order in which a step goes through them."""
-
-DUMP = signal.SIGUSR2
-"""Asks a rank for its Python stacks. Answered in C: it works while the rank waits, and while it holds Python's lock."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Beat:
     waiting: bool = False  # for other ranks, as far as that line tells
 
 
-class Pulse:
+class Heartbeat:
     def __init__(self, timeouts: Timeouts, carry: Callable[[Beat], None]) -> None:
         self._timeouts, self.carry = timeouts, carry
         self._longest: dict[str, float] = {}
@@ -61,7 +58,7 @@ class Pulse:
         self._now = ("setup", 0, time.monotonic(), timeouts.setup)
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name="ithaca-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._repeat, name="ithaca-heartbeat", daemon=True)
 
     def start(self) -> None:
         self.carry(self.beat(look=False))
@@ -112,20 +109,20 @@ def place(frame: FrameType) -> tuple[str, bool]:
     code = frame.f_code
     path = Path(code.co_filename)
     frames = [frame, frame.f_back] if frame.f_back is not None else [frame]
-    waiting = any("torch/distributed/" in each.f_code.co_filename.replace("\\", "/") for each in frames)
+    waiting = any("torch/distributed/" in one.f_code.co_filename.replace("\\", "/") for one in frames)
     return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} in {code.co_name}", waiting
 
 
 # -- this process's ---------------------------------------------------------------------------------------------------------
 
-_mine: Pulse | None = None  # a process is one rank
+_own: Heartbeat | None = None  # a process is one rank
 
 
 def begin(
     timeouts: Timeouts, carry: Callable[[Beat], None] | None = None, environ: Mapping[str, str] = os.environ
 ) -> None:
     """From now on this process gives signs of life. carry: where to; None = to our launcher, if there is one."""
-    global _mine
+    global _own
     if STACKS in environ:
         faulthandler.register(DUMP, file=int(environ[STACKS]), all_threads=True, chain=False)
     if carry is None and REPORT in environ:
@@ -135,27 +132,27 @@ def begin(
             tell(environ, {"beat": asdict(beat)})
 
         carry = to_launcher
-    if carry is not None and _mine is None:
-        _mine = Pulse(timeouts, carry)
-        _mine.start()
+    if carry is not None and _own is None:
+        _own = Heartbeat(timeouts, carry)
+        _own.start()
 
 
 def section(name: str, step: int = 0) -> None:
     """The main thread begins something. Nothing happens where nobody listens."""
-    if _mine is not None:
-        _mine.section(name, step)
+    if _own is not None:
+        _own.section(name, step)
 
 
 def stop() -> None:
-    global _mine
-    if _mine is not None:
-        _mine.stop()
-        _mine = None
+    global _own
+    if _own is not None:
+        _own.stop()
+        _own = None
 
 
 def expect(seconds: float) -> None:
-    if _mine is not None:
-        _mine.expect(seconds)
+    if _own is not None:
+        _own.expect(seconds)
 
 
 _speaking = threading.Lock()

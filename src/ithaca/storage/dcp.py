@@ -1,30 +1,60 @@
-"""torch's checkpoint writer, over files that hash what is written into them (stream.py).
+"""torch.distributed.checkpoint (DCP), over a place: its files go there hashed, its failures are one line.
 
 Hashing what goes to disk, not what comes back from it, saves a second read and also notices a disk that wrote something else.
-torch's own checksum of each tensor (CRC32) is left out: it costs a third of a second a gigabyte, and nobody ever checks it.
+torch's own checksum of each tensor (CRC32) is left out: it costs a third of a second a gigabyte, and nobody ever checks it. Reading
+is in safe_metadata.py.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ..base.faults import reach
+from .files import CheckpointError, NotWritten
+from .place import Place, place_of
 from .stream import BlockStream
+
+ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # torch warns of one process without a group
+
+
+@contextmanager
+def plainly(doing: str) -> Iterator[None]:
+    """torch reports failures of all ranks with their traces, as a BaseException; one line is what a person needs."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=ALONE)
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if not isinstance(cause, Exception):  # a signal has asked this process to stop
+            raise cause from None
+        kind = NotWritten if isinstance(cause, OSError) else CheckpointError
+        raise kind(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:
+        kind = NotWritten if isinstance(error, OSError) else CheckpointError
+        raise kind(f"{doing} failed: {type(error).__name__}: {error}") from error
 
 
 class _HashingFiles(FileSystem):
-    """torch's file operations; `entries` has what the manifest says about each file written."""
+    """torch's file operations on a draft; `entries` has what the manifest says about each file written.
 
-    def __init__(self) -> None:
+    torch writes `.metadata.tmp` and renames it. A draft as a whole is not published yet, so the file gets its name at once."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.entries: dict[str, dict[str, Any]] = {}
         self.problem: Exception | None = None
 
@@ -34,28 +64,36 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         assert mode == "wb"
+        file = Path(path)
+        file = file.with_name(file.name.removesuffix(".tmp"))
         try:
-            stream = BlockStream(path, self.fail)
+            stream = BlockStream(self.place.create(file), self.fail)
         except OSError as error:
             self.fail(error)
             raise
         try:
             yield stream
-        finally:
             stream.close()
-        self.entries[Path(path).name] = {"size": stream.size, "sha256": stream.sha256, "modified": stream.modified}
+        finally:
+            stream.abandon()
+        self.entries[file.name] = {"size": stream.size, "sha256": stream.sha256, "modified": stream.modified}
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        """`begin` has."""
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False  # the name of a draft is never used twice
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        if Path(path).name in self.entries:
-            self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
+        """It has its name."""
 
 
 class HashingWriter(FileSystemWriter):
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, draft: Path, step: int) -> None:
         # one thread: an error in a second one is lost inside torch, and the save would look complete
-        super().__init__(path, sync_files=True, overwrite=False, thread_count=1)
-        self.fs, self.step = _HashingFiles(), step
+        # no sync_files: the stream makes a file durable when torch closes it
+        super().__init__(draft, sync_files=False, overwrite=False, thread_count=1)
+        self.fs, self.step = _HashingFiles(place_of(draft)), step
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:

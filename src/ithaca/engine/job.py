@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ..config.schema import LINEARS
-from ..engine.model.sizes import ModelSizes
 from ..stack import Stack
+from .model.sizes import ModelSizes
 
-HALF, FULL = 2, 4  # bytes of bf16 and fp32
 OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}  # bytes of states for each trained weight
 
 

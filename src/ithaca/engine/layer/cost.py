@@ -1,0 +1,342 @@
+"""What a decoder layer holds, in bytes: the terms of tokens.py, composed.py and streamed.py. No torch; tested against the dry run.
+
+`forward` and `backward` walk through a layer in the order of the code and yield the snapshots at which it holds most: each is a
+list of parts, bytes by category, to be added to what is there all the time. The planner takes the largest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ..attention.cost import Bytes
+from ..cost import RankCost
+from ..limits import BF16, FP32, TABLE_BYTES
+from ..offload.cost import InFlight
+
+Snapshot = list[Bytes]
+SUM = FP32  # bytes of a weight's gradient that several tiles or stages add to
+
+
+# -- what a layer keeps for backward -------------------------------------------------------------------------------------
+
+
+def kept(rank: RankCost, layer: int) -> int:
+    """Wherever that is: its input; with the attention output and log-sum-exp, unless they are computed again."""
+    recompute = rank.stack.recompute_of(layer)
+    if recompute == "layer":
+        return rank.hidden
+    attention = rank.attended + rank.attention.lse
+    return rank.hidden + attention + (graph(rank) if recompute == "none" else 0)
+
+
+def kept_below(rank: RankCost, layer: int) -> int:
+    """On the device, of all layers below this one."""
+    return sum(kept(rank, index) for index in range(layer) if not rank.offloads(index))
+
+
+def graph(rank: RankCost) -> int:
+    """recompute="none": q, k, v of every stage; and, untiled, what autograd keeps of both halves of a layer."""
+    if rank.stack.tile is not None:
+        return rank.attention.kept_qkv()
+    model, one_stage = rank.model, len(rank.attention.stages) == 1
+    normed_heads = model.heads + model.kv_heads if model.traits.qk_norm else 0
+    norms = 0
+    if not model.fused_norms:  # in fp32 the input of every norm, and where its weight is trained the output
+        width = model.norms * model.hidden + normed_heads * model.head_dim
+        norms = (1 if rank.job.lora else 2) * FP32 * rank.vectors * width
+    projections = 0
+    if one_stage:  # the normed input and its rms; q, k, v before rotation, and around their own norms
+        heads = model.heads + 2 * model.kv_heads + normed_heads
+        projections = rank.vectors * (BF16 * (model.hidden + heads * model.head_dim) + FP32)
+        projections += rank.rotary if rank.rotary > TABLE_BYTES else 0  # of its own, where no table serves all layers
+    return rank.attention.kept_qkv() + graph_after(rank) + norms + projections
+
+
+def graph_after(rank: RankCost) -> int:
+    """What autograd keeps of the untiled half behind attention."""
+    wide = 4 if rank.learns("down_proj") else 3  # gate, up, the activation, and down's input
+    narrow = (
+        3 if rank.learns("gate_proj", "up_proj") else 2
+    )  # the attention output's projection, the residual, gate's input
+    rms = FP32
+    return rank.vectors * (BF16 * (wide * rank.model.intermediate + narrow * rank.model.hidden) + rms)
+
+
+def stored(rank: RankCost) -> Bytes:
+    """The most that waits in host memory and on disk: what layers keep, and a little of the one that runs. Beside a disk, what the
+    last layer keeps and what a layer needs for itself waits in host memory."""
+    kind, layers = rank.stack.offload, rank.model.layers
+    host = "host" if kind == "disk" else kind
+    waiting, most = {"host": 0, "disk": 0}, {"host": 0, "disk": 0}
+    for layer in range(layers):
+        if rank.offloads(layer):
+            waiting[host if layer == layers - 1 else kind] += kept(rank, layer)
+        scratch = 0
+        if rank.streamed(layer) and not rank.holds:
+            # in backward: the gradient of its attention output, and that output where it is computed again
+            scratch = (2 if rank.stack.recompute_of(layer) == "layer" else 1) * rank.attended
+            if not rank.offloads(layer):
+                # later; of a layer that does, the store has by then given back much of what it kept
+                scratch = max(scratch, rank.attention.stashed())
+        for place, nbytes in waiting.items():
+            most[place] = max(most[place], nbytes + (scratch if place == host else 0))
+    return most
+
+
+# -- tiles ---------------------------------------------------------------------------------------------------------------
+
+
+def tile_after(rank: RankCost, backward: bool) -> int:
+    """A tile of the half behind attention: o_proj, residual, norm, MLP."""
+    model, vectors = rank.model, rank.rows * rank.tile
+    wide = model.intermediate * (model.active_experts or 1)
+    if backward:
+        wider = 6 * wide  # gate, up, activation, and their gradients
+        narrow = 3 if rank.learns("gate_proj", "up_proj") else 2  # the input of gate and up is kept for their gradients
+        return vectors * BF16 * (wider + narrow * model.hidden)
+    adapted = 1 if "up_proj" in rank.job.adapters else 0  # up's adapter beside gate, up and their product
+    return vectors * BF16 * ((3 + adapted) * wide + 3 * model.hidden)
+
+
+def tile_project(rank: RankCost, t: int) -> int:
+    """A tile of a stage's projections in forward."""
+    model, stage, adapters = rank.model, rank.attention.stages[t], rank.job.adapters.keys()
+    token = rank.rows * rank.projection_tile * BF16
+    normed = token * model.hidden
+    q, k = token * stage.heads * model.head_dim, token * stage.distinct_kv_heads * model.head_dim
+    chosen = 0  # rows of the weights, where a stage takes some of them
+    if len(rank.attention.stages) > 1:
+        chosen = (stage.heads + 2 * stage.new_kv_heads) * model.head_dim * model.hidden * BF16
+    rotating = 4  # a projection, its two halves turned, and the result
+    adapting = 2  # an adapter's product, and the same scaled
+    of_q = (rotating + (adapting if "q_proj" in adapters else 0)) * q
+    of_kv = q + (rotating + (adapting if adapters & {"k_proj", "v_proj"} else 0)) * k  # beside q, which is done
+    return normed + max(of_q, of_kv) + chosen
+
+
+def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
+    """A tile of a stage's projections in backward: computed again and differentiated, with the gradients of the weights' rows."""
+    model, stage = rank.model, rank.attention.stages[t]
+    token = rank.rows * rank.projection_tile * BF16
+    heads = stage.heads + 2 * stage.new_kv_heads
+    weight_gradients = 2 * heads * model.head_dim * model.hidden * BF16  # and the rows of the weights themselves
+    if kept_graph and len(rank.attention.stages) == 1:  # nothing is projected again: q's rotation is undone
+        turned = 7 * stage.q_sent // 2
+        shared = (
+            2 * model.kv_heads * rank.attention.head if stage.kv_heads_here * rank.stack.ulysses > model.kv_heads else 0
+        )
+        return turned + rank.hidden + shared + weight_gradients  # ranks that share KV heads add their gradients
+    alone = 1 if rank.stack.ulysses == 1 else 0  # gradients come as they were made, and are put in order here
+    # the normed input, its gradient, and half as much again where those of q, k and v meet
+    narrow = (5 + alone) * token * model.hidden // 2
+    qkv = token * heads * model.head_dim
+    projected = 3 * qkv  # before and behind the rotation, and a gradient
+    if not rank.job.lora:
+        return narrow + projected + alone * qkv + weight_gradients
+    q = token * stage.heads * model.head_dim
+    scaled = (
+        q if rank.job.adapters.keys() & {"q_proj", "k_proj", "v_proj"} else 0
+    )  # q's adapter's gradient before its scale
+    normed = q if model.traits.qk_norm else 0
+    return max(narrow + projected + scaled + normed, narrow + 5 * scaled) + weight_gradients
+
+
+# -- forward -------------------------------------------------------------------------------------------------------------
+
+
+def forward(rank: RankCost, layer: int, in_flight: InFlight) -> Iterator[Snapshot]:
+    attention, model = rank.attention, rank.model
+    streamed, offloads, recompute = rank.streamed(layer), rank.offloads(layer), rank.stack.recompute_of(layer)
+    below = {"kept": kept_below(rank, layer)}
+    here = {"residual": rank.hidden, **rank.gathered_layer()}
+    yield [below, here, rank.arriving(model.hidden * model.intermediate, model.layer_weights)]
+    if layer and offloads != rank.offloads(layer - 1):
+        in_flight.flush()
+    if streamed and offloads:
+        _put_pieces(rank, in_flight, rank.hidden, copied=rank.rows > 1)
+    # the output of stages for the layer's second half stays here, or goes to the store, or both
+    stays = streamed and (rank.holds or (not offloads and recompute == "keep_attention"))
+    puts = streamed and ((offloads and recompute == "keep_attention") or not stays)
+    lse, outputs = 0, 0 if streamed else rank.attended
+
+    def hand_over(t: int) -> int:
+        """The output of a stage goes to the layer. -> bytes that stay on the device for the layer's second half"""
+        stage = attention.stages[t]
+        if puts:
+            _put_pieces(rank, in_flight, stage.q_sent, copied=stage.heads * rank.rows > 1)
+        return stage.q_sent if stays else 0
+
+    homing: int | None = None  # the stage whose output is still on its way home
+    for t, stage in enumerate(attention.stages):
+        lse += stage.lse
+        held = {"kept": outputs + in_flight.copies, "attention": lse}
+        if not attention.overlaps:
+            yield [below, here, held, attention.bringing(t), {"tile": tile_project(rank, t)}]
+        leaving = {"exchange": 0 if homing is None else attention.leaving(homing)}
+        yield [below, here, held, attention.attending(t), attention.output(t), leaving]
+        if homing is not None:
+            outputs += hand_over(homing)
+        held = {"kept": outputs + in_flight.copies, "attention": lse}
+        yield [below, here, held, attention.attending(t), attention.going_home(t)]
+        homing = t
+        if not attention.overlaps:
+            outputs += hand_over(t)
+            homing = None
+    if homing is not None:
+        outputs += hand_over(homing)
+    behind = {"kept": outputs + in_flight.copies + (graph(rank) if recompute == "none" else 0), "attention": lse}
+    if streamed:
+        piece = rank.rows * rank.piece * model.heads * model.head_dim * BF16  # of all heads, put together
+        # read back: of the stage at hand and the next
+        behind["kept"] += piece if stays else piece + 2 * piece // max(len(attention.stages), 1)
+    written_over = streamed and offloads  # the input has left
+    untiled_graph = recompute == "none" and rank.stack.tile is None  # counted as kept
+    tile = 0 if untiled_graph else tile_after(rank, backward=False)
+    yield [below, here, behind, {"residual": 0 if written_over else rank.hidden, "tile": tile}]
+    if streamed and not rank.holds:
+        in_flight.flush()  # the second half has read it all back
+    if offloads and not streamed:
+        in_flight.put(kept(rank, layer), True)
+
+
+def _put_pieces(rank: RankCost, in_flight: InFlight, whole: int, copied: bool) -> None:
+    in_flight.put(whole // rank.pieces, copied and rank.pieces > 1, rank.pieces)
+
+
+# -- backward ------------------------------------------------------------------------------------------------------------
+
+
+def backward(rank: RankCost, layer: int, in_flight: InFlight) -> Iterator[Snapshot]:
+    model, stack, job = rank.model, rank.stack, rank.job
+    streamed, offloads, recompute = rank.streamed(layer), rank.offloads(layer), stack.recompute_of(layer)
+    last, untiled_graph = layer == model.layers - 1, recompute == "none" and stack.tile is None
+    below = {"kept": kept_below(rank, layer + 1)}
+    here: Counter[str] = Counter(rank.gradients_of((model.layers - 1 - layer) * job.layer_trained + job.head_trained))
+    here.update(rank.gathered_layer())
+    if last and rank.fsdp:  # the head's gradient on its way to its shards
+        # copied once more; or its weights are still there, and those of the last layer
+        beside = job.head_trained * FP32 if rank.shards == 1 else (job.head_trained + model.layer_weights) * BF16
+        reducing = {"fsdp": rank.reducing(job.head_trained, beside)}
+        yield [below, reducing, {"residual": 2 * rank.hidden, "kept": in_flight.copies}]
+    in_flight.flush()
+    here.update(_beside_backward(rank, layer))
+    inputs = 0  # pieces of the input: read, being read, and the next
+    if streamed and offloads and not rank.holds:
+        inputs = 3 * rank.rows * rank.piece * model.hidden * BF16
+    yield [below, here, *_after_backward(rank, layer, inputs)]
+    if untiled_graph:
+        below = {"kept": below["kept"] - (graph_after(rank) - rank.hidden)}  # done with, but for its result
+    yield from ([below, *snapshot] for snapshot in _attend_backward(rank, layer, here, inputs))
+    if rank.fsdp:  # gradients of the layer on their way to their shards
+        reducing = {"fsdp": rank.reducing(job.layer_trained, BF16 * job.layer_trained), "residual": rank.hidden}
+        yield [below, rank.gathered_layer(), {"gradients": here["gradients"]}, reducing]
+        yield [below, here, rank.arriving(model.hidden * model.intermediate, model.layer_weights)]
+
+
+def _beside_backward(rank: RankCost, layer: int) -> Counter[str]:
+    """What is there all through the backward of a layer, beside weights and the gradients of layers above."""
+    model, stack, job = rank.model, rank.stack, rank.job
+    streamed, offloads = rank.streamed(layer), rank.offloads(layer)
+    here: Counter[str] = Counter()
+    if rank.fsdp:  # gradients of the layer above, in fp32, are being reduced
+        here["fsdp"] += FP32 * (job.head_trained if layer == model.layers - 1 else job.layer_trained)
+        if layer == 0 and not model.tied and rank.shards > 1:
+            # not a layer below is there beside this one, but the embedding, gathered ahead of its turn
+            here["fsdp"] += BF16 * max(0, model.embedding_weights - model.layer_weights)
+    if model.tied and not job.lora:
+        here["gradients"] += BF16 * model.embedding_weights  # of the head, until the embedding's joins it
+    if streamed:
+        here["residual"] += (1 if stack.offload != "gpu" else 2) * rank.hidden  # dy becomes dx, in place where it may
+        if offloads:
+            here["kept"] += rank.attention.lse + (rank.hidden if rank.holds else 0)
+        return here
+    here["residual"] += 2 * rank.hidden + rank.attended  # dy, dx and the gradient of the attention output
+    if offloads:
+        here["kept"] += kept(rank, layer)
+        below = next((index for index in reversed(range(layer)) if rank.offloads(index)), None)
+        here["kept"] += 0 if below is None else kept(rank, below)  # on its way
+    if stack.recompute_of(layer) == "layer":
+        here["kept"] += rank.attended
+    return here
+
+
+def _output_is_read(rank: RankCost, layer: int) -> bool:
+    """Whether the attention output is not among what was kept on the device."""
+    return rank.offloads(layer) or rank.stack.recompute_of(layer) == "layer"
+
+
+def _after_sums(rank: RankCost) -> int:
+    """Gradients of o_proj, MLP and norms, of all tiles."""
+    return rank.job.after_trained * (SUM if rank.tokens > rank.tile else BF16)
+
+
+def _after_backward(rank: RankCost, layer: int, inputs: int) -> Snapshot:
+    """The half behind attention, while its last tile is computed."""
+    model, job, streamed = rank.model, rank.job, rank.streamed(layer)
+    count, trained = -(-rank.tokens // rank.tile), job.after_trained
+    sums = trained * (0 if count == 1 else BF16 if count == 2 else SUM)
+    transposed = 0 if job.lora else model.hidden * model.intermediate * BF16  # the gradient of one linear of the MLP
+    if rank.stack.recompute_of(layer) == "none" and rank.stack.tile is None:
+        work = 2 * rank.vectors * model.intermediate * BF16  # gradients of gate and up
+    else:
+        work = tile_after(rank, backward=True)
+    tile = max(transposed + work, trained * BF16)
+    pieces = waiting = 0
+    if streamed:
+        piece = rank.rows * rank.piece * model.heads * model.head_dim * BF16
+        pieces = 2 * piece  # the attention output of a piece, and its gradient
+        if rank.holds:  # output, and its gradient but for the piece at hand
+            waiting = (2 if _output_is_read(rank, layer) else 1) * rank.attended - piece
+    return [{"kept": inputs + pieces + waiting, "tile": sums + tile}]
+
+
+def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: int) -> Iterator[Snapshot]:
+    model, job, attention = rank.model, rank.job, rank.attention
+    streamed, recompute = rank.streamed(layer), rank.stack.recompute_of(layer)
+    untiled_graph, one_stage = recompute == "none" and rank.stack.tile is None, len(attention.stages) == 1
+    read = _output_is_read(rank, layer)
+    dh = (
+        rank.hidden if streamed else 2 * rank.hidden
+    )  # the sum over stages of the normed input's gradient; composed in fp32
+    qkv_sums = 0 if job.lora else (model.heads + 2 * model.kv_heads) * model.head_dim * model.hidden
+    qkv_sums *= BF16 if one_stage else SUM
+    lag = 2 if attention.overlaps else 1  # stages until a stage's gradients have reached the layer
+    stashes = streamed and not rank.holds  # sums of KV gradients wait outside
+    leaving = 0  # dq of the stage before, while it is on its way home
+    for t, stage in enumerate(attention.stages):
+        delivered = t >= lag
+        here = Counter(beside)
+        here["tile"] += _after_sums(rank) + (qkv_sums if delivered else 0)
+        here["residual"] += dh if delivered else 0
+        to_come = attention.behind(t + lag)
+        if streamed and rank.holds:  # output and gradient of the stages to come
+            here["kept"] += (2 if read else 1) * to_come
+        if streamed and not read:  # what was kept here of the stages that were
+            here["kept"] -= rank.attended - to_come
+        sums = attention.kv_sums(t) if attention.shares_kv(t) and not stashes else 0
+        workspace = attention.workspace(t, job.kernel_of(layer), job.processors)
+        gradients = attention.gradients(t, sums, leaving, workspace)
+        pieces = {"kept": inputs}
+        if recompute == "none":
+            buffers = attention.kept_backward(t)
+        else:
+            buffers = attention.attending_backward(t)
+            if attention.overlaps:
+                leaving = stage.q_here
+            elif attention.ulysses > 1:
+                yield [here, attention.bringing_backward(t), pieces]
+        yield [here, buffers, gradients, pieces]
+        if attention.shares_kv(t) and stashes and (attention.overlaps or attention.ulysses == 1):
+            # the sums of KV gradients are back from where they were stashed
+            added = {"attention": stage.q_here + 2 * stage.k_here, "kept": inputs + attention.kv_sums(t)}
+            yield [here, buffers, added]
+        if not delivered and rank.projection_tile < rank.tokens:  # made with the first tile's gradient
+            here["residual"] += dh
+        yield [
+            here,
+            buffers if attention.overlaps or attention.ulysses == 1 else {},
+            {"exchange": attention.delivered(t, untiled_graph), "attention": attention.departing(t)},
+            {"tile": tile_receive(rank, t, untiled_graph)},
+            pieces,
+        ]
