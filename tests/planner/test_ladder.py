@@ -46,7 +46,7 @@ def test_the_published_peaks():
         ({"engine": "composed", "recompute": "layer"}, {"+checkpointing", "+streamed layer"}),
         ({"heads_per_stage": 2, "attention": "flash"}, {"+Untied Ulysses"}),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_field_that_is_given_is_so_on_every_rung(pinned: dict, left_out: set[str]):
     options = {"gpus": "8xH100-80GB", "context": "1M", "layers": 2}

@@ -20,7 +20,7 @@ from ithaca.engine.model.weights import Folder
 from ithaca.planner.config import hf_config
 from ithaca.stack import Stack
 from ithaca.verify.case import Case, Session
-from ithaca.verify.presets import folder_config
+from ithaca.verify.presets import config_of
 
 from ..data.make import save_tokenizer
 from .payloads import Marker, Payload, code
@@ -32,7 +32,7 @@ LLAMA = {
 READERS = {
     "train": lambda folder: build_model(*_built(folder), 0),
     "plan": lambda folder: hf_config(str(folder)),
-    "verify": lambda folder: folder_config(folder, full=True),
+    "verify": lambda folder: config_of(str(folder), full=True),
 }
 
 

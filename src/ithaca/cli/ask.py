@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .source import add_source, overrides_of
+from .eval import add_source, overrides_of
 
 _HELP = """\
 Reads file and question as one prompt, shared by all processes as in training, and writes the likeliest answer token by token.

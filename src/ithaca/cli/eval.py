@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .source import add_source, overrides_of
-
 _HELP = """\
 Loss by position on held-out text, needles by length and depth, and RULER-style tasks (multi_key, multi_value, variable_tracking,
 common_words), of a run's newest checkpoint, a checkpoint (step-N), or any Hugging Face folder. Questions are words where there is a
@@ -67,3 +65,17 @@ def run_eval(options: argparse.Namespace) -> int:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a checkpoint or a Hugging Face folder"
+    )
+    parser.add_argument("--cpu", type=int, default=None, metavar="N", help="on the CPU with N workers")
+    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+
+
+def overrides_of(options: argparse.Namespace) -> list[str]:
+    """Settings that were given, those behind --cpu among them."""
+    cpu = [] if options.cpu is None else ["launch.workers=null", f"launch.cpu={options.cpu}"]
+    return [*options.overrides, *cpu]

@@ -66,7 +66,7 @@ def run_ladder(options: argparse.Namespace) -> int:
     pinned, problems = read_stack(options)
     require(problems, "there is no such ladder")
     if options.png:
-        from ..planner.picture import ladder_png, require_matplotlib
+        from ..planner.chart import ladder_png, require_matplotlib
 
         require_matplotlib()  # before anything is measured for an hour
     measures = options.measure or options.measure_sweeps

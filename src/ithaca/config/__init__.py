@@ -6,8 +6,7 @@ Only these names are for use elsewhere.
 
 from .check import missing, violations
 from .dump import dump
-from .load import Loaded, load, split_overrides
-from .recipes import recipe_names, recipe_text
+from .load import Loaded, load, recipe_names, recipe_text, split_overrides
 from .schema import Config, StackOptions
 from .stack_options import add_stack_options, read_fields, read_stack, split_words
 

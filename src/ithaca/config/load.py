@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 
 from ..stack import Stack, require
@@ -22,7 +23,6 @@ from .check import problems_of
 from .dump import dump
 from .nodes import Place, read_file, read_text, read_value
 from .read import Given, Reader, build
-from .recipes import recipe_names, recipe_text
 from .schema import Config
 
 _SECTIONS = [each.name for each in fields(Config)]
@@ -171,3 +171,21 @@ def _over(below: dict[str, Given], above: dict[str, Given]) -> dict[str, Given]:
 
 def _within(path: str, bad: str) -> bool:
     return path == bad or path.startswith((bad + ".", bad + "["))
+
+
+_FOLDER = files("ithaca").joinpath("recipes")
+
+
+def recipe_names() -> list[str]:
+    return sorted(each.name.removesuffix(".yaml") for each in _FOLDER.iterdir() if each.name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """The file as it is, comments included. ValueError if there is none of this name."""
+    known = recipe_names()
+    if name not in known:
+        from .suggest import close_choice
+
+        hint = close_choice(name, tuple(known)) or f"; there are {', '.join(known)}"
+        raise ValueError(f"recipe {name!r} is unknown{hint}")
+    return _FOLDER.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
