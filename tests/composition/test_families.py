@@ -28,7 +28,7 @@ def test_full_stack(workers, model):
     case = Case(model, FULL, world=4, length=LENGTH)
     items = workers.run(run_case, case, world=4)[0]
     assert {item.name for item in items} >= PROBES
-    windows = model in ("mistral", "mixtral", "gemma3")
+    windows = model in ("tiny_mistral", "tiny_mixtral", "tiny_gemma3")
     assert ("sliding window" in {item.name for item in items}) == windows
     missed = [f"{item.name}: {item.error:.2e} > {item.limit:.0e} at {item.where}" for item in items if not item.ok]
     assert not missed

@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -188,3 +189,18 @@ def test_a_second_signal_has_its_own_code(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StoppedAtOnce, match="SIGTERM came again") as found, plainly("writing"):
         asked.ask("SIGTERM")
     assert found.value.exit_code == 143
+
+
+@pytest.mark.parametrize("to_the_end", [True, False])
+def test_a_signal_after_the_end_does_not_change_the_exit_code(to_the_end: bool):
+    """A launcher passes its own signal on to ranks that may be leaving already."""
+    program = f"""
+import os, signal, sys
+from ithaca.base.processes.signals import listen
+with listen(to_the_end={to_the_end}):
+    pass
+os.kill(os.getpid(), signal.SIGTERM)
+os._exit(75)
+"""
+    done = subprocess.run([sys.executable, "-c", program])
+    assert done.returncode == (75 if to_the_end else -signal.SIGTERM)

@@ -77,8 +77,11 @@ _listening: Stop | None = None
 
 
 @contextmanager
-def listen() -> Iterator[Stop]:
-    """Note signals instead of dying of them. Inside another `listen` of this process: the same note."""
+def listen(to_the_end: bool = False) -> Iterator[Stop]:
+    """Note signals instead of dying of them. Inside another `listen` of this process: the same note.
+
+    to_the_end: the process ends right after this, with an exit code that says why. A signal that comes then (schedulers and
+    launchers send several) must not put another in its place, so nothing is let in any more."""
     global _listening
     if _listening is not None or threading.current_thread() is not threading.main_thread():
         yield _listening or Stop()
@@ -94,6 +97,8 @@ def listen() -> Iterator[Stop]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         yield stop
     finally:
+        if to_the_end:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         for number, handler in before.items():
             signal.signal(number, handler)
         _listening = None

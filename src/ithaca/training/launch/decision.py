@@ -120,7 +120,7 @@ def _as_rank(config: Config, function: Function, job: Job, timeout: float, resum
         set_name(f"ithaca rank {job.rank}")
     stop = Stop()
     try:
-        with listen() as stop:
+        with listen(to_the_end=True) as stop:
             if job.kind == "local":
                 heartbeat.begin(config.launch.timeouts)
             _check_numbers(config, job)
