@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-HALF = BF16 = 2  # bytes of a number
-FULL = FP32 = 4
+BF16, FP32 = 2, 4  # bytes of a number
 
 PROJECTION_TILES = 4
 """Tiles of the MLP that make one of the projections. A stage projects a few heads from a tile: little work and little memory per

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..base.exits import Failed
+from ..base.exits import Failed, code_of
 from .mesh import Group
 
 log = logging.getLogger("ithaca")
@@ -65,23 +65,24 @@ def on_rank0(
     return result  # pyright: ignore[reportReturnType]
 
 
-Problem = tuple[type[Exception], "int | None", str]  # exceptions themselves do not travel well
+Problem = tuple[type[Exception], int, str]  # kind, exit code, words: exceptions themselves do not travel well
 
 
 def _try(act: Callable[[], Any], as_error: Callable[[Exception], Exception] | None) -> tuple[Any, Problem | None]:
     try:
         return act(), None
     except Exception as error:  # whatever it is, it must not hang the other ranks
-        known = isinstance(error, (ValueError, OSError, Failed))
-        if not known:
-            log.exception("unexpected")
         told = error if as_error is None else as_error(error)
-        kind = type(told) if isinstance(told, (ValueError, Failed)) else ValueError if known else RuntimeError
-        words = str(told) if known or told is not error else f"{type(error).__name__}: {error}"
-        return None, (kind, getattr(told, "exit_code", None), words)
+        if told is not error or isinstance(error, (ValueError, OSError, Failed)):
+            # of ours its own kind: others, such as UnicodeDecodeError, cannot be made from words alone
+            kind = type(told) if type(told).__module__.startswith("ithaca.") else ValueError
+            return None, (kind, code_of(told), str(told))
+        log.exception("unexpected")
+        code = code_of(error)  # memory that ran out is told as such
+        return None, (RuntimeError if code == 1 else Failed, code, f"{type(error).__name__}: {error}")
 
 
 def _error(problem: Problem, before: str = "", after: str = "") -> Exception:
     kind, exit_code, words = problem
     words = f"{before}{words}{after}"
-    return Failed(exit_code or 1, words) if issubclass(kind, Failed) else kind(words)
+    return Failed(exit_code, words) if issubclass(kind, Failed) else kind(words)

@@ -48,6 +48,10 @@ class NoRoom(ValueError):
     exit_code = 5  # docs/run_folder.md
 
 
+def _no_room(error: Exception) -> Exception:
+    return NoRoom(str(error)) if isinstance(error, (ValueError, OSError)) else error
+
+
 @dataclass
 class Run:
     """What `prepare` returns."""
@@ -289,7 +293,7 @@ class Run:
             shared = max(len(stage.kv[self.mesh.ulysses.rank]) for stage in self.schedule)
             need += attended + 8 * x.shape[0] * x.shape[1] * self.mesh.ulysses.size * shared * projector.head_dim
         per_host = min(self.mesh.world.size, torch.cuda.device_count() if x.is_cuda else self.mesh.world.size)
-        on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * per_host), lambda error: NoRoom(str(error)))
+        on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * per_host), _no_room)
         self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
 
     def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 from ..base.units import format_bytes, format_tokens, parse_room, parse_tokens
 from ..config.schema import LINEARS
 from ..engine.job import OPTIMIZERS, Job
-from ..engine.limits import HALF
+from ..engine.limits import BF16
 from ..engine.model.sizes import ModelSizes, read_sizes
 from ..stack import Stack, require
 from .candidates import candidates
@@ -179,7 +179,7 @@ class _Asked:
     @property
     def layer_input(self) -> float:
         """Bytes of a layer's input on a rank."""
-        return self.job.context * self.job.batch / self.hardware.count * self.model.hidden * HALF
+        return self.job.context * self.job.batch / self.hardware.count * self.model.hidden * BF16
 
     @property
     def crowded(self) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...base.holding import PHASES
 from ..record import StepRecord
 from .decimate import pick, pick_stacked, running_mean
 from .inputs import Inputs
 from .summary import gpu_memory, per
 from .values import CATEGORIES, at, number, ordered, parts, positive, said, table, tables, text
 
-PHASES = ("load", "forward", "loss", "backward", "step")
 TIMES = ("attention", "matmul", "other", "pcie", "disk", "links")
 ROWS = 40
 """Rows of a table; a profile has thousands of kernels, and the first few hold the time."""

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
-CATEGORIES = (
-    "parameters", "gradients", "optimizer", "fsdp", "kept", "residual", "attention", "exchange", "tile", "loss", "workspace",
-    "slack", "context", "other",
-)  # fmt: skip
+from ...base import holding
+
+CATEGORIES = tuple(holding.CATEGORIES)
 """What holds memory, in stacking order. Others may come; they are stacked behind these."""
 
 
