@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ithaca.base.gpu_sharing import why_not_shared
 from ithaca.base.processes.pool import Workers
 from ithaca.engine.model.families import FAMILIES
 
@@ -26,14 +27,14 @@ PRELOAD += ["transformers.models.{0}.modeling_{0}".format(kind.removesuffix("_te
 # mostly wait are beside those whose ranks can use both cores.
 LONGEST = (
     "faults/test_runs.py",
-    "composition/test_families.py",
-    "launch/test_two_hosts.py",
-    "composition/test_matrix.py",
+    "parity/test_families.py",
+    "training/launch/test_two_hosts.py",
+    "parity/test_matrix.py",
     "faults/test_supervisor.py",
-    "test_workers.py",
-    "launch/test_local.py",
-    "launch/test_template.py",
-    "train/test_train.py",
+    "base/test_workers.py",
+    "training/launch/test_local.py",
+    "training/launch/test_template.py",
+    "training/test_train.py",
     "planner/test_memory.py",
     "planner/test_dry_run.py",
     "faults/test_signals.py",
@@ -98,3 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu and not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    ranks = [item for item in items if item.get_closest_marker("ranks")]
+    if ranks and (why := why_not_shared()) is not None:
+        for item in ranks:
+            item.add_marker(pytest.mark.skip(reason=f"real ranks that share a GPU: {why}"))

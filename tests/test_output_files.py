@@ -18,7 +18,7 @@ from ithaca.base.files import write_atomically, write_output
 from ithaca.cli.main import main
 from ithaca.observe.report import render
 
-from .report import samples
+from .observe.report import samples
 
 
 def mode(path: Path) -> int:

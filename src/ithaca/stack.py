@@ -145,48 +145,48 @@ class Stack:
 
     def violations(self, world: int | None = None) -> list[str]:
         """Everything that cannot work, in words: the value, the limit and the remedy."""
-        found = [*self._type_violations()]
-        if found:
-            return found  # arithmetic on wrong types would only add noise
+        problems = [*self._type_violations()]
+        if problems:
+            return problems  # arithmetic on wrong types would only add noise
         for declared in fields(Stack):
             name, value = declared.name, getattr(self, declared.name)
             if declared.type == "int" and value < 1:
-                found.append(f"{name}={value} must be at least 1; use 1 to switch it off")
+                problems.append(f"{name}={value} must be at least 1; use 1 to switch it off")
             elif declared.type == "int | None" and value is not None and value < 1:
-                found.append(f"{name}={value} must be at least 1, or None to switch it off")
+                problems.append(f"{name}={value} must be at least 1, or None to switch it off")
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             for word in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
                 if word not in allowed:
-                    found.append(f"{name}={word!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+                    problems.append(f"{name}={word!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
         if {"host", "disk"} <= set(self._stores):
-            found.append(
+            problems.append(
                 f"store={self.words('store')!r} names both the host and the disk, but a run has one of them beside the GPU; the "
                 "disk store holds its newest gigabytes in host memory by itself: use disk in place of host"
             )
         if any(recompute == "none" and store != "gpu" for recompute, store in self._pairs):
-            found.append(
+            problems.append(
                 f"store={self.offload!r} has nothing to hold with recompute='none', where autograd keeps every activation "
                 "on the GPU; use recompute='keep_attention' or 'layer', or store='gpu'"
             )
         if self.engine == "streamed" and "none" in self._recomputes:
-            found.append(
+            problems.append(
                 "engine='streamed' computes tiles again in backward, so recompute='none' cannot be kept; use "
                 "recompute='keep_attention', or engine='composed'"
             )
         if not self.shard_parameters and self.replicate > 1:
-            found.append(
+            problems.append(
                 f"replicate={self.replicate} splits the ranks that shard parameters, but shard_parameters=False makes "
                 "every rank a replica already; set replicate=1 or shard_parameters=True"
             )
         if world is not None and min(self.ulysses, self.ring, self.replicate) >= 1:
             need = self.context_ranks * self.replicate
             if world % need:
-                found.append(
+                problems.append(
                     f"the world size {world} is not a multiple of ulysses × ring × replicate = {self.ulysses} × "
                     f"{self.ring} × {self.replicate} = {need}; start a multiple of {need} processes or lower one of them"
                 )
-        return found
+        return problems
 
     def layer_violations(self, layers: int) -> list[str]:
         """Fields that name other than one for each layer of the model."""

@@ -16,7 +16,7 @@ from ithaca.data.pack import pack
 from ithaca.data.source import Source
 
 from ..data.make import byte_level, chat, save_tokenizer, words, write_jsonl
-from ..report import samples
+from ..observe.report import samples
 
 CONFIG = {
     "model": {"folder": "model", "dtype": "fp32"},

@@ -9,7 +9,7 @@ from ithaca.engine.attention.backends import BACKENDS
 from ithaca.engine.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
 from ithaca.engine.sequence import Layout, document_bounds
 
-from ..attention.masks import distance, plain_attention, visible
+from ..engine.attention.masks import distance, plain_attention, visible
 
 pytestmark = pytest.mark.gpu
 KERNELS = [name for name in BACKENDS if name != "cpu"]

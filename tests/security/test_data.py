@@ -175,7 +175,7 @@ def test_yaml_with_python_in_it(tmp_path: Path, marker: Marker):
 
 
 def test_a_page_with_markup_in_the_names_of_a_run(tmp_path: Path):
-    """The page itself is tried in a browser (tests/report); here: a model's name, from a config and from a plan."""
+    """The page itself is tried in a browser (tests/observe/report); here: a model's name, from a config and from a plan."""
     evil = "<script>fetch('//evil')</script><img src=x onerror=alert(1)>"
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump({"model": {"folder": evil}, "run": {"name": evil}, "description": evil})

@@ -84,29 +84,29 @@ class Fault:
 
 def parse(text: str) -> Fault:
     """ValueError says what is wrong and what could stand there."""
-    found = _FORM.fullmatch(text)
-    if found is None:
+    match = _FORM.fullmatch(text)
+    if match is None:
         raise ValueError(
             f"--fault {text!r} is not of the form kind[=value]@rank:step[:point][!], such as kill@1:41:bwd"
         )
-    kind, point = found["kind"], found["point"] or "fwd"
+    kind, point = match["kind"], match["point"] or "fwd"
     if kind not in KINDS:
         raise ValueError(f"--fault {text!r}: there is no kind {kind!r}; there are {', '.join(KINDS)}")
     if point not in POINTS:
         raise ValueError(f"--fault {text!r}: there is no point {point!r}; there are {', '.join(POINTS)}")
-    if kind in ("nan", "slow") and found["point"] not in (None, "fwd"):
+    if kind in ("nan", "slow") and match["point"] not in (None, "fwd"):
         raise ValueError(f"--fault {text!r}: {kind} has no other point than fwd; leave :{point} out")
-    if point == "load" and int(found["step"]) != 0:
+    if point == "load" and int(match["step"]) != 0:
         raise ValueError(f"--fault {text!r}: a checkpoint is loaded before the first step of a process; write :0:load")
     value = None
-    if found["value"] is not None:
+    if match["value"] is not None:
         if kind not in ("exit", "hang", "gil", "slow"):
-            raise ValueError(f"--fault {text!r}: {kind} takes no value; leave ={found['value']} out")
+            raise ValueError(f"--fault {text!r}: {kind} takes no value; leave ={match['value']} out")
         try:
-            value = float(found["value"])
+            value = float(match["value"])
         except ValueError:
-            raise ValueError(f"--fault {text!r}: {found['value']!r} is not a number") from None
-    return Fault(text, kind, int(found["rank"]), int(found["step"]), point, value, bool(found["again"]))
+            raise ValueError(f"--fault {text!r}: {match['value']!r} is not a number") from None
+    return Fault(text, kind, int(match["rank"]), int(match["step"]), point, value, bool(match["again"]))
 
 
 def parse_all(texts: Sequence[str], environ: Mapping[str, str]) -> list[Fault]:

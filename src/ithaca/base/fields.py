@@ -1,7 +1,7 @@
 """What a received JSON file must hold, field by field, and words for the first thing that it does not.
 
     STATE = {"step": COUNT, "world": {"size": COUNT, "stack": TABLE}, "rng": [TEXT], "note?": TEXT}
-    wrong(found, STATE)     # "world.size is -1, which is no whole number from 0 on", or None
+    wrong(state, STATE)     # "world.size is -1, which is no whole number from 0 on", or None
 
 A dict is an object with these fields (with `?` at the end: it may be missing), a list of one is a list of such, `Table` an object
 with any names, `OrNull` may be null. Fields that are not named are not looked at.
@@ -26,7 +26,7 @@ class Rule:
 class Table:
     """An object whose values are all alike."""
 
-    each: Any
+    inner: Any
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ ANYTHING = Rule("anything", lambda value: True)
 
 def one_of(*values: Any) -> Rule:
     return Rule(
-        f"one of {', '.join(map(str, values))}", lambda value: any(value is each or value == each for each in values)
+        f"one of {', '.join(map(str, values))}",
+        lambda value: any(value is allowed or value == allowed for allowed in values),
     )
 
 
@@ -59,18 +60,18 @@ def wrong(value: Any, want: Any, name: str = "") -> str | None:
     if isinstance(want, list):
         if not isinstance(value, list):
             return f"{name or 'it'} is {shown(value)}, not a list"
-        found = (wrong(each, want[0], f"{name}[{at}]") for at, each in enumerate(value))
+        problems = (wrong(item, want[0], f"{name}[{at}]") for at, item in enumerate(value))
     elif not isinstance(value, dict):
         return f"{name or 'it'} is {shown(value)}, not an object"
     elif isinstance(want, Table):
-        found = (wrong(each, want.each, _below(name, key)) for key, each in value.items())
+        problems = (wrong(item, want.inner, _below(name, key)) for key, item in value.items())
     else:
         missing = [key for key in want if not key.endswith("?") and key not in value]
         if missing:
             return f"{_below(name, missing[0])} is missing"
         names = {key.removesuffix("?"): inner for key, inner in want.items()}
-        found = (wrong(value[key], inner, _below(name, key)) for key, inner in names.items() if key in value)
-    return next((each for each in found if each is not None), None)
+        problems = (wrong(value[key], inner, _below(name, key)) for key, inner in names.items() if key in value)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def shown(value: Any) -> str:

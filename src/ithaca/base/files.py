@@ -81,16 +81,16 @@ def json_in(file: BinaryIO, path: Path, limit: int) -> Any:
     if len(raw) > limit:
         raise ValueError(f"{path} has more than {limit:,} bytes, too many for what it should be")
     try:
-        found = json.loads(raw.decode(), parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(raw.decode(), parse_constant=_no_number, parse_float=_finite)
         if b"\\ud" in raw.lower():  # half a character of UTF-16 could be neither printed nor be a file name
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply to be read") from None
     except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
         raise ValueError(f"{path} cannot be read: {str(error)[:200]}") from None
-    if isinstance(found, (dict, list)) and _deeper(found, _DEPTH):
+    if isinstance(value, (dict, list)) and _deeper(value, _DEPTH):
         raise ValueError(f"{path} is nested more than {_DEPTH} deep")
-    return found
+    return value
 
 
 def _no_number(text: str) -> None:
@@ -106,8 +106,8 @@ def _finite(text: str) -> float:
 def _deeper(value: Any, depth: int) -> bool:
     level = [value]
     for _ in range(depth):
-        inner = (each for part in level for each in (part.values() if isinstance(part, dict) else part))
-        level = [each for each in inner if isinstance(each, (dict, list))]
+        inner = (item for part in level for item in (part.values() if isinstance(part, dict) else part))
+        level = [item for item in inner if isinstance(item, (dict, list))]
         if not level:
             return False
     return True

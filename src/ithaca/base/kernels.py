@@ -118,7 +118,7 @@ def problem(name: str, head_dim: int, windowed: bool) -> str | None:
 def with_windows(name: str) -> str:
     """The kernel of layers with a window, where that of the others is `name`: itself, or the first behind it that has windows."""
     names = list(KERNELS)
-    return next(each for each in names[names.index(name) :] if KERNELS[each].windows)
+    return next(kernel for kernel in names[names.index(name) :] if KERNELS[kernel].windows)
 
 
 def fa4_installed() -> bool:

@@ -31,9 +31,9 @@ def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 def secrets(environ: Mapping[str, str]) -> list[str]:
     """Longest first, so that none is left of which another is a part."""
-    found = {
+    values = {
         value
         for name, value in environ.items()
         if _NAMES.search(name) and not _NOT_NAMES.match(name) and len(value) >= _SHORTEST
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(values, key=len, reverse=True)

@@ -112,26 +112,26 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder and those in it. What is there stays."""
-        for each in (self.path, self.checkpoints, self.logs):
+        for folder in (self.path, self.checkpoints, self.logs):
             try:
-                each.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
                 raise ValueError(
-                    f"{each} cannot be a folder: a file is in the way; choose another run.folder"
+                    f"{folder} cannot be a folder: a file is in the way; choose another run.folder"
                 ) from None
             except OSError as error:
-                raise ValueError(f"{each} cannot be made ({error.strerror}); choose another run.folder") from None
+                raise ValueError(f"{folder} cannot be made ({error.strerror}); choose another run.folder") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise ValueError(f"{self.path} cannot be written; choose another run.folder, or change its permissions")
 
     def check(self) -> None:
         """ValueError for what `create` and `claim` would refuse; makes nothing."""
-        near = next(each for each in (self.path, *self.path.absolute().parents) if os.path.lexists(each))
+        near = next(path for path in (self.path, *self.path.absolute().parents) if os.path.lexists(path))
         if not near.is_dir():
             raise ValueError(f"{near} cannot be a folder: a file is in the way; choose another run.folder")
-        for each in (near, *([self.logs] if self.logs.exists() else [])):
-            if not os.access(each, os.W_OK | os.X_OK):
-                raise ValueError(f"{each} cannot be written; choose another run.folder, or change its permissions")
+        for folder in (near, *([self.logs] if self.logs.exists() else [])):
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise ValueError(f"{folder} cannot be written; choose another run.folder, or change its permissions")
         holder = self.holder()
         if holder is not None:
             raise ValueError(_in_use(self.path, holder))
@@ -201,20 +201,20 @@ class RunFolder:
     def read_status(self) -> dict[str, Any] | None:
         """The last status, or None if there is none yet."""
         try:
-            found = read_json(self.status, 1 << 20)
+            status = read_json(self.status, 1 << 20)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise ValueError(f"{error}; it was not written by ithaca: move it away") from None
-        if not isinstance(found, dict) or type(found.get("contract")) is not int or found["contract"] != CONTRACT:
-            version = found.get("contract") if isinstance(found, dict) else None
+        if not isinstance(status, dict) or type(status.get("contract")) is not int or status["contract"] != CONTRACT:
+            version = status.get("contract") if isinstance(status, dict) else None
             raise ValueError(
                 f"{self.status} has contract version {shown(version)}, this ithaca knows {CONTRACT}; use the ithaca that made the "
                 "folder, or another run.folder"
             )
-        if problem := wrong(found, _STATUS):
+        if problem := wrong(status, _STATUS):
             raise ValueError(f"{self.status}: {problem}; it was not written by ithaca: move it away")
-        return found
+        return status
 
 
 def unclean(status: dict[str, Any] | None) -> bool:
@@ -240,9 +240,9 @@ def _in_use(path: Path, holder: dict[str, Any]) -> str:
 
 def _read_holder(file: int) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads(os.pread(file, 4096, 0))
-        if isinstance(found, dict):
-            return found
+        holder = json.loads(os.pread(file, 4096, 0))
+        if isinstance(holder, dict):
+            return holder
     return {}
 
 

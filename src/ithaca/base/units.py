@@ -30,10 +30,10 @@ def parse_bytes(text: str) -> int:
 
 def parse_room(text: str) -> int:
     """As parse_bytes, of something that must have a size: a memory, a disk, a file."""
-    found = parse_bytes(text)
-    if found == 0:
+    size = parse_bytes(text)
+    if size == 0:
         raise ValueError(f"{text!r} is no size; give a number of bytes above 0, such as 80GB")
-    return found
+    return size
 
 
 def _parse(text: str, units: dict[str, int], want: str) -> int:

@@ -25,14 +25,14 @@ FLOORS = {
 
 def too_old(installed: Mapping[str, str | None]) -> list[str]:
     """In words, which of these versions are below the floor. Packages that are not there, or not known here, are none."""
-    found = []
+    problems = []
     for name, (floor, why) in FLOORS.items():
         version = installed.get(name)
         if version is not None and _numbers(version) < _numbers(floor):
-            found.append(
+            problems.append(
                 f"{name} {version} is too old to read files of others: {why}; pip install -U '{name}>={floor}'"
             )
-    return found
+    return problems
 
 
 @cache
@@ -44,12 +44,12 @@ def require_floors(*names: str) -> None:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found = too_old(installed)
-    if found:
-        raise ValueError("; ".join(found))
+    problems = too_old(installed)
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """2.13.0+cpu -> (2, 13, 0)"""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(each) for each in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -124,10 +124,10 @@ def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
     if not options.out:
         raise ValueError("no folder to write to was given; add --out FOLDER")
     columns = {}
-    for each in options.column:
-        name, sign, column = each.partition("=")
+    for pair in options.column:
+        name, sign, column = pair.partition("=")
         if not (name and sign and column):
-            raise ValueError(f"--column {each!r} must be NAME=COLUMN, such as text=body")
+            raise ValueError(f"--column {pair!r} must be NAME=COLUMN, such as text=body")
         columns[name] = column
     template = options.chat_template
     return {
@@ -177,7 +177,7 @@ def _counts(plan: dict[str, Any]) -> Any:
 
     from ..data.plan import Counts
 
-    return Counts(**{each.name: plan[each.name] for each in fields(Counts)})
+    return Counts(**{field.name: plan[field.name] for field in fields(Counts)})
 
 
 # inspect
@@ -259,14 +259,14 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
     for plan in about.get("rows", []):
         for line in plan_words(plan["source"], plan["context"], _counts(plan), options.long_documents):
             console.print(line, markup=False)
-    for each in about["sample"]:
-        whole = each["shown"] == each["tokens"]
-        first = "" if whole else f", the first {each['shown']:,}"
-        console.print(f"── document {each['document']:,}: {each['tokens']:,} tokens{first} ──")
-        marked = not all(part["supervised"] for part in each["parts"])
-        text = "".join(_marked(part, marked) for part in each["parts"])
+    for document in about["sample"]:
+        whole = document["shown"] == document["tokens"]
+        first = "" if whole else f", the first {document['shown']:,}"
+        console.print(f"── document {document['document']:,}: {document['tokens']:,} tokens{first} ──")
+        marked = not all(part["supervised"] for part in document["parts"])
+        text = "".join(_marked(part, marked) for part in document["parts"])
         console.print(text + ("" if whole else " …"), markup=False, soft_wrap=True)
-    if any(not part["supervised"] for each in about["sample"] for part in each["parts"]):
+    if any(not part["supervised"] for document in about["sample"] for part in document["parts"]):
         console.print("⟦ ⟧ = supervised", markup=False)
 
 

@@ -73,9 +73,9 @@ def _private(value: Any, hidden: list[tuple[re.Pattern[str], str]] | None = None
     if hidden is None:
         hidden = _hidden()
     if isinstance(value, dict):
-        return {key: _private(each, hidden) for key, each in value.items()}
+        return {key: _private(item, hidden) for key, item in value.items()}
     if isinstance(value, list):
-        return [_private(each, hidden) for each in value]
+        return [_private(item, hidden) for item in value]
     if isinstance(value, str):
         value = redacted(value)
         for pattern, instead in hidden:
@@ -84,19 +84,19 @@ def _private(value: Any, hidden: list[tuple[re.Pattern[str], str]] | None = None
 
 
 def _hidden() -> list[tuple[re.Pattern[str], str]]:
-    found: list[tuple[re.Pattern[str], str]] = []
+    patterns: list[tuple[re.Pattern[str], str]] = []
     with suppress(RuntimeError):
         home = str(Path.home())
         if len(home) > 1:
-            found.append((re.compile(re.escape(home) + r"(?=$|[/:'\"\s])"), "~"))
-    found.append((re.compile(r"(/home|/Users)/[^/\s'\":]+"), "~"))
+            patterns.append((re.compile(re.escape(home) + r"(?=$|[/:'\"\s])"), "~"))
+    patterns.append((re.compile(r"(/home|/Users)/[^/\s'\":]+"), "~"))
     names = [(socket.gethostname(), "<host>")]
     with suppress(Exception):  # a container may run under a user id without a name
         names.append((getpass.getuser(), "<user>"))
     for name, instead in names:
         if name and name not in ("root", "localhost"):
-            found.append((re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), instead))
-    return found
+            patterns.append((re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), instead))
+    return patterns
 
 
 def _text(block: dict[str, Any]) -> str:
@@ -107,8 +107,8 @@ def _text(block: dict[str, Any]) -> str:
         lines.append(f"{name}:")
         for key, value in part.items():
             values = value if isinstance(value, list) else [value]
-            for index, each in enumerate(values or ["none"]):
-                lines.append(f"  {key if index == 0 else '':<16}{'missing' if each is None else each}")
+            for index, item in enumerate(values or ["none"]):
+                lines.append(f"  {key if index == 0 else '':<16}{'missing' if item is None else item}")
     lines.append("missing:" if block["hints"] else "missing: nothing that ithaca could use")
     for hint in block["hints"]:
         lines.append(f"  {hint.get('what', 'broken')}: {hint.get('why', hint.get('broken', ''))}")

@@ -21,71 +21,71 @@ _HEAD_DIM = 128  # of most models; kernels are asked about it
 
 def packages() -> dict[str, Any]:
     """Versions from the installed files: a package that cannot be imported still has one."""
-    found: dict[str, Any] = {}
-    for name in (*_CORE, *(each for each, _, _ in OPTIONAL)):
+    versions: dict[str, Any] = {}
+    for name in (*_CORE, *(package for package, _, _ in OPTIONAL)):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def cuda() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    found["nccl"] = None
+    versions: dict[str, Any] = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    versions["nccl"] = None
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         from torch.cuda import nccl
 
-        found["nccl"] = ".".join(map(str, nccl.version()))
-    found["driver"] = _driver()
-    return found
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    versions["driver"] = _driver()
+    return versions
 
 
 def gpus() -> dict[str, Any]:
     import torch
 
     count = torch.cuda.device_count()
-    found: dict[str, Any] = {"count": count}
+    facts: dict[str, Any] = {"count": count}
     if count:
-        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
+        facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
     links = _links()
     for index in range(count):
         about = torch.cuda.get_device_properties(index)
         free, _ = torch.cuda.mem_get_info(index)
-        found[f"gpu {index}"] = (
+        facts[f"gpu {index}"] = (
             f"{about.name}, {format_bytes(about.total_memory)} ({format_bytes(free)} free), "
             f"{links.get(index, 'link unknown')}"
         )
-    return found
+    return facts
 
 
 def host() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     try:
         import psutil
 
         memory = psutil.virtual_memory()
-        found["memory"] = f"{format_bytes(memory.total)} ({format_bytes(memory.available)} free)"
+        facts["memory"] = f"{format_bytes(memory.total)} ({format_bytes(memory.available)} free)"
     except Exception as error:
-        found["memory"] = f"broken: {type(error).__name__}: {error}"
+        facts["memory"] = f"broken: {type(error).__name__}: {error}"
     with suppress(OSError, ValueError):  # no such group, or no limit ("max")
-        found["memory limit"] = format_bytes(int(Path("/sys/fs/cgroup/memory.max").read_text())) + " (container)"
+        facts["memory limit"] = format_bytes(int(Path("/sys/fs/cgroup/memory.max").read_text())) + " (container)"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found["cpus"] = f"{os.cpu_count()} ({usable} usable)"
-    found["locked memory"] = _limit("RLIMIT_MEMLOCK", format_bytes)
-    found["open files"] = _limit("RLIMIT_NOFILE", str)
+    facts["cpus"] = f"{os.cpu_count()} ({usable} usable)"
+    facts["locked memory"] = _limit("RLIMIT_MEMLOCK", format_bytes)
+    facts["open files"] = _limit("RLIMIT_NOFILE", str)
     fabric = Path("/sys/class/infiniband")
     if fabric.is_dir():
-        found["infiniband"] = len(list(fabric.iterdir()))
+        facts["infiniband"] = len(list(fabric.iterdir()))
     for name, where in (("/dev/shm", lambda: "/dev/shm"), ("temporary disk", tempfile.gettempdir)):
         try:
             usage = shutil.disk_usage(where())
-            found[name] = f"{format_bytes(usage.total)} ({format_bytes(usage.free)} free)"
+            facts[name] = f"{format_bytes(usage.total)} ({format_bytes(usage.free)} free)"
         except OSError as error:
-            found[name] = f"broken: {error.strerror}"
-    return found
+            facts[name] = f"broken: {error.strerror}"
+    return facts
 
 
 def attention() -> dict[str, Any]:
@@ -98,15 +98,15 @@ def attention() -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name, make in BACKENDS.items():
         try:
             reason = make().problem(device, dtype, _HEAD_DIM, False)
         except Exception as error:  # one backend that breaks must not hide the others
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        found[name] = "ok" if reason is None else f"no: {reason}"
-    found["auto takes"] = Kernels("auto").resolve(Need(device, dtype, _HEAD_DIM)).name
-    return found
+        facts[name] = "ok" if reason is None else f"no: {reason}"
+    facts["auto takes"] = Kernels("auto").resolve(Need(device, dtype, _HEAD_DIM)).name
+    return facts
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -131,11 +131,11 @@ OPTIONAL = (
 
 def hints(block: dict[str, Any]) -> list[dict[str, str]]:
     """What is missing, why it matters, and the command that brings it. Looks at the block only."""
-    found: list[dict[str, str]] = []
+    missing: list[dict[str, str]] = []
     gpus, packages, host = (block.get(name, {}) for name in ("gpus", "packages", "host"))
     gpu = bool(gpus.get("count"))
     if not gpu and block.get("cuda", {}).get("driver"):
-        found.append(
+        missing.append(
             {
                 "what": "torch sees no GPU",
                 "why": "there is a driver, so this torch is a build without CUDA, or the driver is too old for it",
@@ -143,24 +143,24 @@ def hints(block: dict[str, Any]) -> list[dict[str, str]]:
             }
         )
     elif not gpu:
-        found.append({"what": "no GPU", "why": "training runs on the CPU: fine for a try, not for long contexts"})
+        missing.append({"what": "no GPU", "why": "training runs on the CPU: fine for a try, not for long contexts"})
     for text in too_old(packages):
         what, _, why = text.partition(": ")
         why, _, command = why.rpartition("; ")
-        found.append({"what": what, "why": why, "command": command})
+        missing.append({"what": what, "why": why, "command": command})
     for package, command, why in OPTIONAL:
         if packages.get(package, "") is not None:
             continue
         if package == "flash-attn-4" and not (gpu and float(gpus["capability"]) >= 9):
             continue  # it would not run here
-        found.append({"what": f"{package} is not installed", "why": f"it brings {why}", "command": command})
+        missing.append({"what": f"{package} is not installed", "why": f"it brings {why}", "command": command})
     if gpu and host.get("/dev/shm", "0 B").split()[1] in ("B", "KB", "MB"):
         why = "NCCL and data workers share memory there, and less than 1 GB runs out; in Docker:"
-        found.append({"what": "/dev/shm is small", "why": why, "command": "docker run --shm-size=16g ..."})
+        missing.append({"what": "/dev/shm is small", "why": why, "command": "docker run --shm-size=16g ..."})
     if host.get("locked memory", "unlimited") != "unlimited" and host.get("infiniband"):
         why = "NCCL over InfiniBand locks the memory it sends from"
-        found.append({"what": "locked memory is limited", "why": why, "command": "ulimit -l unlimited"})
-    return found
+        missing.append({"what": "locked memory is limited", "why": why, "command": "ulimit -l unlimited"})
+    return missing
 
 
 def _limit(name: str, form: Callable[[int], str]) -> str:
@@ -188,10 +188,10 @@ def _driver() -> str | None:
 
 def _links() -> dict[int, str]:
     """How each GPU is connected, by nvidia-smi: PCIe as it could be (links sleep while idle), and NVLinks."""
-    found: dict[int, str] = {}
+    connections: dict[int, str] = {}
     for line in _nvidia_smi("--query-gpu=index,pcie.link.gen.max,pcie.link.width.max"):
-        index, generation, width = (each.strip() for each in line.split(","))
-        found[int(index)] = f"PCIe {generation} x{width}"
+        index, generation, width = (cell.strip() for cell in line.split(","))
+        connections[int(index)] = f"PCIe {generation} x{width}"
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=10)
         index = None
@@ -202,5 +202,5 @@ def _links() -> dict[int, str]:
             elif index is not None and "GB/s" in line:
                 links[index] = links.get(index, 0) + 1
         for index, count in links.items():
-            found[index] = f"{found.get(index, '')}, {count} NVLinks".lstrip(", ")
-    return found
+            connections[index] = f"{connections.get(index, '')}, {count} NVLinks".lstrip(", ")
+    return connections

@@ -46,7 +46,7 @@ def run_eval(options: argparse.Namespace) -> int:
     if options.file:
         overrides += [f"eval.sources=[{', '.join(map(_quoted, options.file))}]", "eval.packed=null"]
     opened = find_model(options.source, overrides, options.out)
-    if not any(each.startswith("eval.tasks=") for each in overrides):
+    if not any(override.startswith("eval.tasks=") for override in overrides):
         from ..evaluation.alone import with_tasks
 
         opened = replace(opened, config=with_tasks(opened.config))

@@ -77,17 +77,17 @@ def run_ladder(options: argparse.Namespace) -> int:
     gpu = hardware.gpu
     if measures and not options.kernel:
         hardware = replace(hardware, gpu=replace(gpu, probed=kernels_apart(read_sizes(options.model), cpu)))
-    found = ladder(
+    planned = ladder(
         options.model, gpus=hardware, context=options.context, layers=options.layers, kernel=options.kernel, **pinned
     )
     if measures:
         from ..observe.profiler.rungs import measure_ladder
 
         measure_ladder(
-            found, options.model, layers=options.layers, steps=options.steps, cpu=cpu, limit=None if cpu else limit_of(gpu),
+            planned, options.model, layers=options.layers, steps=options.steps, cpu=cpu, limit=None if cpu else limit_of(gpu),
             sweeps=options.measure_sweeps, kernel=None if cpu else options.kernel, say=say,
         )  # fmt: skip
-    whole = found.json()
+    whole = planned.json()
     if options.svg:
         options.svg.write_text(ladder_svg(whole))
     if options.png:
@@ -96,7 +96,7 @@ def run_ladder(options: argparse.Namespace) -> int:
         from ..observe.report import write_report
 
         write_report(options.html, ladder=whole)
-    print(json.dumps(whole, indent=1) if options.json else "\n".join(describe(found)))
+    print(json.dumps(whole, indent=1) if options.json else "\n".join(describe(planned)))
     return 0
 
 

@@ -135,7 +135,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
         parser.error(f"argument {name}: expected a value, not '--'")  # argparse would drop it and go on
     options = parser.parse_args(words)
     if overrides and not hasattr(options, "overrides"):
-        parser.error(f"unrecognized arguments: {' '.join('--' + each for each in overrides)}")
+        parser.error(f"unrecognized arguments: {' '.join('--' + override for override in overrides)}")
     if overrides:
         options.overrides = overrides
     return options

@@ -69,7 +69,7 @@ def limit_of(gpu: Any) -> int:
     return int(gpu.memory - CONTEXT)
 
 
-def check_room(found: Any, wanted: Any) -> None:
+def check_room(plan: Any, wanted: Any) -> None:
     """A GPU says by itself when it is full; a machine without one would swap for hours."""
     import psutil
 
@@ -77,7 +77,7 @@ def check_room(found: Any, wanted: Any) -> None:
 
     if not wanted.cpu:
         return
-    need = expected(found, wanted, "cpu").memory.peak
+    need = expected(plan, wanted, "cpu").memory.peak
     free = psutil.virtual_memory().available
     if need > ROOM * free:
         raise Failed(

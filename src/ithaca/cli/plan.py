@@ -120,46 +120,48 @@ def run_plan(options: argparse.Namespace) -> int:
     at_least(1, layers=options.layers)
     changed, problems = read_fields(split_words("--compare", options.compare) if options.compare else [])
     require(problems, "there is nothing to compare with")
-    found = find(options)
+    planned = find(options)
     other = None
     if changed:
-        other = plan(options.model, context=found.context, **{**request(options), **changed})
+        other = plan(options.model, context=planned.context, **{**request(options), **changed})
     counted, tried = None, []
-    if options.dry_run and options.max_context and found.fits:
-        found, tried = _confirm(found, options)
-        counted = next((_shown(each.memory) for each in tried if each.context == found.context), None)
+    if options.dry_run and options.max_context and planned.fits:
+        planned, tried = _confirm(planned, options)
+        counted = next((_shown(attempt.memory) for attempt in tried if attempt.context == planned.context), None)
     elif options.dry_run:
-        counted = _shown(_counted(found, found.context, options))
+        counted = _shown(_counted(planned, planned.context, options))
     if options.html:
         from ..observe.report import write_report
 
-        write_report(options.html, plan=found.json())
+        write_report(options.html, plan=planned.json())
     if options.json:
-        shown = found.json()
+        shown = planned.json()
         if counted is not None:
             shown["dry_run"] = counted
         if tried:
-            shown["tried"] = [{"context": each.context, "peak": each.peak, "fits": not each.excess} for each in tried]
+            shown["tried"] = [
+                {"context": attempt.context, "peak": attempt.peak, "fits": not attempt.excess} for attempt in tried
+            ]
         print(json.dumps([shown, other.json()] if other else shown, indent=1))
     elif other is not None:
-        print("\n".join(side_by_side(found, other)))
+        print("\n".join(side_by_side(planned, other)))
     else:
-        print("\n".join(describe(found, explain=options.explain, dry=counted, tried=tried)))
-    return 0 if found.fits else 5
+        print("\n".join(describe(planned, explain=options.explain, dry=counted, tried=tried)))
+    return 0 if planned.fits else 5
 
 
-def _confirm(found: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
+def _confirm(plan: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The longest context by the dry run. -> the plan there, and what was tried"""
     from ..planner.confirm import confirmed
     from ..planner.search import look
 
     if options.layers:
         raise ValueError("--max-context --dry-run counts every layer; leave --layers out")
-    context, tried = confirmed(found, lambda tokens: _counted(found, tokens, options), say)
+    context, tried = confirmed(plan, lambda tokens: _counted(plan, tokens, options), say)
     if context is None:
-        return replace(found, fits=False), tried
-    there = look(replace(found.job, context=context), found.hardware)
-    return replace(there, fits=True, reasons=found.reasons), tried
+        return replace(plan, fits=False), tried
+    there = look(replace(plan.job, context=context), plan.hardware)
+    return replace(there, fits=True, reasons=plan.reasons), tried
 
 
 def _shown(counted: Any) -> dict[str, Any]:
@@ -169,10 +171,10 @@ def _shown(counted: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _counted(found: Any, context: int, options: argparse.Namespace) -> Any:
+def _counted(plan: Any, context: int, options: argparse.Namespace) -> Any:
     """The plan's stack, executed on fake tensors."""
     from ..planner.config import hf_config
     from ..planner.dry_run.run import dry_run
 
     with going_on(f"dry run at {format_tokens(context)}"):
-        return dry_run(replace(found.job, context=context), hf_config(options.model), layers=options.layers)
+        return dry_run(replace(plan.job, context=context), hf_config(options.model), layers=options.layers)

@@ -56,21 +56,23 @@ def add_profile(verbs: Any) -> None:
 
 
 def run_profile(options: argparse.Namespace) -> int:
-    found, wanted = ask(options)
+    full_plan, wanted = ask(options)
     from ..observe.profiler.measure import OutOfMemory, measure
     from ..observe.profiler.result import Profile
     from ..observe.profiler.text import describe
     from ..observe.profiler.wanted import expected
     from ..planner.shortage import gpu_shortage
 
-    check_room(found, wanted)
-    folder = make_folder(options.out or Path("runs") / f"profile-{found.model.name}-{format_tokens(found.context)}")
+    check_room(full_plan, wanted)
+    folder = make_folder(
+        options.out or Path("runs") / f"profile-{full_plan.model.name}-{format_tokens(full_plan.context)}"
+    )
     try:
-        profile = Profile.of(wanted, measure(wanted, folder, say), found)
+        profile = Profile.of(wanted, measure(wanted, folder, say), full_plan)
     except OutOfMemory as error:
         if not error.used:
             raise
-        planned = expected(found, wanted, found.job.kernel)
+        planned = expected(full_plan, wanted, full_plan.job.kernel)
         raise Failed(MEMORY, gpu_shortage(planned, error.used)) from error
     whole, plan = profile.json(), profile.planned.json()
     for name, content in (("profile", whole), ("plan", plan)):
@@ -93,8 +95,8 @@ def ask(options: argparse.Namespace) -> tuple[Any, Any]:
     options.cpu = on_cpu(options)
     if options.gpus is None:
         options.gpus = gpus_here(options)
-    found = find(options)
-    count = found.hardware.count
+    plan = find(options)
+    count = plan.hardware.count
     if options.rank_of not in (None, count):
         raise ValueError(
             f"--rank-of {options.rank_of}, but --gpus names {count}: the plan and the measurement would be of different runs; "
@@ -102,13 +104,13 @@ def ask(options: argparse.Namespace) -> tuple[Any, Any]:
         )
     from ..observe.profiler.wanted import Wanted
 
-    if options.kernel and not options.cpu and found.stack.attention == "auto":
-        found.job = replace(found.job, stack=replace(found.stack, attention=options.kernel))
+    if options.kernel and not options.cpu and plan.stack.attention == "auto":
+        plan.job = replace(plan.job, stack=replace(plan.stack, attention=options.kernel))
     wanted = Wanted(
-        job=found.job, model=options.model, layers=options.layers, states=options.states, steps=options.steps, cpu=options.cpu,
-        limit=None if options.cpu else limit_of(found.hardware.gpu),
+        job=plan.job, model=options.model, layers=options.layers, states=options.states, steps=options.steps, cpu=options.cpu,
+        limit=None if options.cpu else limit_of(plan.hardware.gpu),
     )  # fmt: skip
-    return found, wanted
+    return plan, wanted
 
 
 def gpus_here(options: argparse.Namespace) -> Any:

@@ -69,7 +69,9 @@ def run_slurm(options: argparse.Namespace) -> int:
         + ([options.config] if options.config else [])
         + (["--recipe", options.recipe] if options.recipe else [])
     )
-    words += [word for each in overrides for word in ("--" + each.partition("=")[0], each.partition("=")[2])]
+    words += [
+        word for override in overrides for word in ("--" + override.partition("=")[0], override.partition("=")[2])
+    ]
     text = batch_script(
         config,
         [*(shlex.split(options.program) if options.program else _this_program()), *words],

@@ -32,6 +32,11 @@ def add_train(verbs: Any) -> None:
     parser.add_argument("config", nargs="?", metavar="FILE", help="the run as YAML; `ithaca recipes cp` makes one")
     parser.add_argument("--recipe", help="start from this recipe (`ithaca recipes ls`)")
     parser.add_argument("--cpu", type=int, default=None, metavar="N", help="train on the CPU with N workers")
+    parser.add_argument(
+        "--share-gpu",
+        action="store_true",
+        help="let the workers share the GPUs there are, to rehearse a larger job (launch.workers); its speed means nothing",
+    )
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on the terminal")
     parser.add_argument(
         "--check",
@@ -55,6 +60,8 @@ def run_train(options: argparse.Namespace) -> int:
     overrides = list(options.overrides)
     if options.cpu is not None:
         overrides.append(f"launch.cpu={options.cpu}")
+    if options.share_gpu:
+        overrides.append("launch.share_gpu=true")
     if options.config is None and options.recipe is None:
         raise ValueError(
             "what is to be trained? Give a file (ithaca train run.yaml) or a recipe (ithaca train --recipe tiny_cpu); "
@@ -67,18 +74,18 @@ def run_train(options: argparse.Namespace) -> int:
     if options.check or alone:
         from ..training.preflight import check_run, finished, verdict
 
-        found = check_run(config, loaded.text, allow_change=options.allow_change)
-        found.require()
+        preflight = check_run(config, loaded.text, allow_change=options.allow_change)
+        preflight.require()
         if options.check:
             print(loaded.text, end="")
-            print(verdict(found, config))
+            print(verdict(preflight, config))
             return 0
-        if found.done is not None and found.done >= config.train.steps:
-            print(finished(found.done, config))
+        if preflight.done is not None and preflight.done >= config.train.steps:
+            print(finished(preflight.done, config))
             return 0
         for part in phase_configs(config):
             pack_before(part, options.quiet)
-        if found.unpacked:  # now it can be opened
+        if preflight.unpacked:  # now it can be opened
             check_run(config, loaded.text, allow_change=options.allow_change).require()
 
     def train_here(config: Config) -> int:

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from ..base.gpu_sharing import sharing_variables, why_not_shared
 from ..config import add_stack_options, read_stack
 from ..stack import Stack, require
 
@@ -45,6 +46,11 @@ def add_verify(verbs: Any) -> None:
     parser.add_argument("--world", type=int, default=None, help="processes to start (default: what the stack needs)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the visible GPUs, else CPU"
+    )
+    parser.add_argument(
+        "--share-gpu",
+        action="store_true",
+        help="let ranks share the GPUs there are: real NCCL on one GPU (2.30 or newer); slower than on as many GPUs",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default=None, help="default: float32 on CPU, bfloat16 on CUDA"
@@ -127,19 +133,24 @@ def _check_model(todo: list[Case]) -> None:
 
 
 def _device(options: argparse.Namespace, stack: Stack) -> str:
+    if options.share_gpu:
+        why = "--device cpu was asked for" if options.device == "cpu" else why_not_shared()
+        require([f"--share-gpu: {why}"] if why else [], "this cannot be verified")
     if options.device == "cpu":
         return "cpu"
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was asked for, but torch sees no GPU; use --device cpu")
+    if options.share_gpu:
+        return "cuda"
     need = options.world or (8 if options.matrix else stack.context_ranks * stack.replicate)
     available = torch.cuda.device_count()
     if options.device == "auto" and (available < need or options.dtype == "float32"):
         return "cpu"
     if available < need and not _joined_world():
         raise ValueError(
-            f"--world {need} needs as many GPUs, but torch sees {available}; use --device cpu or fewer ranks"
+            f"--world {need} needs as many GPUs, but torch sees {available}; use --device cpu, fewer ranks, or --share-gpu"
         )
     return "cuda"
 
@@ -153,11 +164,12 @@ def _run(todo: list[Case], checks, device: str, options: argparse.Namespace):
     from ..verify.case import run_case
 
     if _joined_world():
-        return _run_joined(todo, checks, device)
+        return _run_joined(todo, checks, device, options.share_gpu)
     from ..base.processes.pool import WorkerError, Workers
 
     results: list[tuple[Case, list[Item], float]] = []
-    with Workers(max(case.world for case in todo), device=device, timeout=options.timeout) as workers:
+    count = max(case.world for case in todo)
+    with Workers(count, device=device, timeout=options.timeout, share_gpu=options.share_gpu) as workers:
         for number, case in enumerate(todo, 1):
             if not options.json:
                 print(f"[{number}/{len(todo)}] {case}", file=sys.stderr, flush=True)
@@ -181,7 +193,7 @@ def _cause(error: Exception) -> str:
     return str(error).split("\n\nTraceback of rank")[0]
 
 
-def _run_joined(todo: list[Case], checks, device: str):
+def _run_joined(todo: list[Case], checks, device: str, share_gpu: bool):
     """As one rank of a job that torchrun or a scheduler started."""
     import torch
     import torch.distributed as dist
@@ -189,7 +201,10 @@ def _run_joined(todo: list[Case], checks, device: str):
     from ..verify.case import run_case
 
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if share_gpu:
+            os.environ.update(sharing_variables(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), gpus))
+        torch.cuda.set_device(local % gpus if share_gpu else local)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:

@@ -29,40 +29,40 @@ def violations(config: Config) -> list[str]:
 
 
 def problems_of(config: Config) -> list[Problem]:
-    found = list(_types(config, ""))
-    if found:
-        return found  # comparing wrong types would only add noise
+    problems = list(_types(config, ""))
+    if problems:
+        return problems  # comparing wrong types would only add noise
     parts = (_model, rope_problems, _data, _stack, _train, _phases, _rest)
     return [*_ranges(config, ""), *(problem for part in parts for problem in part(config))]
 
 
 def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
     """What the run names and the machine does not have. presets: model names that need no folder."""
-    found = []
+    problems = []
     model = Path(config.model.folder)
     if not (model / "config.json").is_file() and config.model.folder not in presets:
         what = "has no config.json" if model.is_dir() else "is not a folder"
         known = f", or one of {', '.join(presets)}" if presets else ""
-        found.append(
+        problems.append(
             f"model.folder={config.model.folder!r} {what}; name a Hugging Face folder{known}. Nothing is downloaded"
         )
     if config.data.tokenizer and not Path(config.data.tokenizer).is_dir():
-        found.append(f"data.tokenizer={config.data.tokenizer!r} is not a folder")
+        problems.append(f"data.tokenizer={config.data.tokenizer!r} is not a folder")
     if config.data.packed and not Path(config.data.packed).is_dir():
-        found.append(f"data.packed={config.data.packed!r} is not there yet; make it with: ithaca data pack")
+        problems.append(f"data.packed={config.data.packed!r} is not there yet; make it with: ithaca data pack")
     for path, source in _sources(config):
         if source.path and source.format != "datasets" and not Path(source.path).exists() and not glob(source.path):
-            found.append(f"{path}.path={source.path!r}: no such file or folder, and no file matches it as a pattern")
+            problems.append(f"{path}.path={source.path!r}: no such file or folder, and no file matches it as a pattern")
     scratch = config.stack.scratch
     if scratch and not Path(scratch).is_dir():
-        found.append(f"stack.scratch={scratch!r} is not a folder; create it on a fast disk")
+        problems.append(f"stack.scratch={scratch!r} is not a folder; create it on a fast disk")
     trackers = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
-    found += [
+    problems += [
         f"log.{name} needs the package {name}; install it with: pip install {name}, or leave log.{name} out"
         for name, asked in trackers.items()
         if asked and importlib.util.find_spec(name) is None
     ]
-    return found
+    return problems
 
 
 def _sources(config: Config) -> Iterator[tuple[str, Source]]:
@@ -75,13 +75,13 @@ def _sources(config: Config) -> Iterator[tuple[str, Source]]:
 def _types(section: Any, prefix: str) -> Iterator[Problem]:
     """Only a config made in Python can be wrong here; `load` has read every value as its type."""
     cls = type(section)
-    inherited = {each.name for each in fields(Stack)} if isinstance(section, Stack) else set()
-    for each in fields(section):
-        path, value, kind = prefix + each.name, getattr(section, each.name), kinds(cls)[each.name]
-        if each.name in inherited:
+    inherited = {field.name for field in fields(Stack)} if isinstance(section, Stack) else set()
+    for field in fields(section):
+        path, value, kind = prefix + field.name, getattr(section, field.name), kinds(cls)[field.name]
+        if field.name in inherited:
             continue  # Stack checks its own
         if not accepts(kind, value):
-            yield (path,), f"{path}={value!r} must be {expectation(kind, about(cls, each))}"
+            yield (path,), f"{path}={value!r} must be {expectation(kind, about(cls, field))}"
         elif is_dataclass(value):
             yield from _types(value, path + ".")
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):
@@ -90,8 +90,8 @@ def _types(section: Any, prefix: str) -> Iterator[Problem]:
 
 
 def _ranges(section: Any, prefix: str) -> Iterator[Problem]:
-    for each in fields(section):
-        path, value, facts = prefix + each.name, getattr(section, each.name), about(type(section), each)
+    for field in fields(section):
+        path, value, facts = prefix + field.name, getattr(section, field.name), about(type(section), field)
         items = value if isinstance(value, tuple) else (value,)
         if any(isinstance(item, float) and not math.isfinite(item) for item in items):
             yield (path,), f"{path}={value} must be finite"
@@ -170,7 +170,7 @@ def _data(config: Config) -> Iterator[Problem]:
 
 
 def _stack(config: Config) -> Iterator[Problem]:
-    names = {each.name for each in fields(Stack)}
+    names = {field.name for field in fields(Stack)}
     if config.stack.auto:
         given = [name for name in names if getattr(config.stack, name) != getattr(Stack(), name)]
         for name in sorted(given):
@@ -261,6 +261,12 @@ def _rest(config: Config) -> Iterator[Problem]:
             ("launch.cpu", "launch.workers"),
             "launch.cpu and launch.workers are both given; cpu is for runs without GPUs",
         )
+    if config.launch.share_gpu and config.launch.workers is None:
+        yield (
+            ("launch.share_gpu", "launch.workers"),
+            "launch.share_gpu needs launch.workers, how many ranks share the GPUs"
+            + ("; on the CPU there is nothing to share" if config.launch.cpu is not None else ""),
+        )
     name = config.run.name
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         yield ("run.name",), f"run.name={name!r} must be a plain name without '/'; the place goes into run.folder"
@@ -294,7 +300,7 @@ def _of(path: str, rope: Rope, context: int) -> Iterator[tuple[tuple[str, ...], 
     kind, factor, trained = rope.rope_type, rope.factor, rope.original_max_position_embeddings
     lacks = [name for name in NEEDS.get(kind or "", ()) if getattr(rope, name) is None]
     if lacks:
-        names = " and ".join(f"{path}.{each}" for each in lacks)
+        names = " and ".join(f"{path}.{name}" for name in lacks)
         yield (f"{path}.rope_type",), f"{path}.rope_type={kind} also needs {names}"
     if factor is not None and 0 < factor < 1:  # at or below 0: the range of the field says so
         yield (

@@ -15,7 +15,7 @@ def phase_configs(config: Config) -> list[Config]:
         return [config]
     ends = accumulate(phase.steps for phase in config.phases)
     return [
-        _of_phase(config, *each) for each in zip(config.phases, range(1, 1 + len(config.phases)), ends, strict=True)
+        _of_phase(config, *args) for args in zip(config.phases, range(1, 1 + len(config.phases)), ends, strict=True)
     ]
 
 
@@ -38,4 +38,4 @@ def _of_phase(config: Config, phase: Phase, number: int, end: int) -> Config:
 
 def phase_at(config: Config, step: int) -> Config:
     """The phase that made a checkpoint of this step."""
-    return next((each for each in phase_configs(config) if step <= each.train.steps), phase_configs(config)[-1])
+    return next((phase for phase in phase_configs(config) if step <= phase.train.steps), phase_configs(config)[-1])

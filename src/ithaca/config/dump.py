@@ -21,24 +21,24 @@ def dump(config: Config, origins: Mapping[str, Place] | None = None) -> str:
 
 
 def _section(section: Any, indent: str, path: str, origins: Mapping[str, Place]) -> Iterator[str]:
-    for each in fields(section):
-        name, value = path + each.name, getattr(section, each.name)
+    for field in fields(section):
+        name, value = path + field.name, getattr(section, field.name)
         comment = _comment(origins.get(name))
         if isinstance(value, StackOptions) and value.auto and value.scratch is None:
-            yield f"{indent}{each.name}: auto{_comment(origins.get(f'{name}.auto'))}"
-        elif isinstance(section, StackOptions) and section.auto and each.name not in ("auto", "scratch"):
+            yield f"{indent}{field.name}: auto{_comment(origins.get(f'{name}.auto'))}"
+        elif isinstance(section, StackOptions) and section.auto and field.name not in ("auto", "scratch"):
             continue  # not chosen yet
         elif is_dataclass(value):
-            yield f"{indent}{each.name}:"
+            yield f"{indent}{field.name}:"
             yield from _section(value, indent + "  ", name + ".", origins)
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):
-            yield f"{indent}{each.name}:{comment}"
+            yield f"{indent}{field.name}:{comment}"
             for index, item in enumerate(value):
                 lines = list(_section(item, indent + "    ", f"{name}[{index}].", origins))
                 yield f"{indent}  - {lines[0].lstrip()}"
                 yield from lines[1:]
         else:
-            yield f"{indent}{each.name}: {as_yaml(value)}{comment}"
+            yield f"{indent}{field.name}: {as_yaml(value)}{comment}"
 
 
 def _comment(place: Place | None) -> str:
@@ -51,7 +51,7 @@ def as_yaml(value: Any) -> str:
     import yaml
 
     if isinstance(value, tuple):
-        return f"[{', '.join(as_yaml(each) for each in value)}]"
+        return f"[{', '.join(as_yaml(item) for item in value)}]"
     if isinstance(value, str):
         if _WORD.fullmatch(value) and value.lower() not in _NOT_TEXT:
             return value

@@ -25,8 +25,8 @@ from .nodes import Place, read_file, read_text, read_value
 from .read import Given, Reader, build
 from .schema import Config
 
-_SECTIONS = [each.name for each in fields(Config)]
-_STACK = {f"stack.{each.name}" for each in fields(Stack)}
+_SECTIONS = [field.name for field in fields(Config)]
+_STACK = {f"stack.{field.name}" for field in fields(Stack)}
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = (), rec
         named, file = _read_path(Path(path), os.fspath(path), reader)
         recipe = recipe or named
     layers = [_read_recipe(recipe, reader) if recipe else {}, file]
-    for each in overrides:
-        layers.append(_read_override(each, reader))
+    for override in overrides:
+        layers.append(_read_override(override, reader))
     given: dict[str, Given] = {}
     for layer in layers:
         given = _over(given, layer)
@@ -59,11 +59,11 @@ def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = (), rec
     _phases(given)
     config = build(Config, given, "", reader.failed, problems)
     for paths, text in problems_of(config):
-        if not any(_within(each, bad) for each in paths for bad in reader.failed):
-            where = next((str(given[each].place) for each in paths if each in given), None)
+        if not any(_within(key, bad) for key in paths for bad in reader.failed):
+            where = next((str(given[key].place) for key in paths if key in given), None)
             problems.append(f"{where}: {text}" if where else text)
     require(problems, "the configuration cannot be used")
-    origins = {name: each.place for name, each in given.items()}
+    origins = {name: setting.place for name, setting in given.items()}
     return Loaded(config, origins, dump(config, origins), recipe)
 
 
@@ -74,12 +74,12 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     so is --stack. Behind a bare `--` nothing is touched.
     """
     rest: list[str] = []
-    found: list[str] = []
+    overrides: list[str] = []
     waiting = list(arguments)
     while waiting:
         word = waiting.pop(0)
         if word == "--":
-            return [*rest, word, *waiting], found
+            return [*rest, word, *waiting], overrides
         name, equals, value = word[2:].partition("=")
         if not word.startswith("--") or not ("." in name or name == "stack"):
             rest.append(word)
@@ -88,8 +88,8 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             if not waiting or waiting[0].startswith("--"):
                 raise ValueError(f"--{name} needs a value, such as --{name} VALUE")
             value = waiting.pop(0)
-        found.append(f"{name}={value}")
-    return rest, found
+        overrides.append(f"{name}={value}")
+    return rest, overrides
 
 
 def _read_path(path: Path, shown: str, reader: Reader) -> tuple[str | None, dict[str, Given]]:
@@ -162,9 +162,9 @@ def _over(below: dict[str, Given], above: dict[str, Given]) -> dict[str, Given]:
             if name.startswith((path + ".", path + "[")) or path.startswith(name + "."):
                 del kept[name]  # a section that is switched off, on or replaced
     if auto is not None and auto.value:
-        kept = {name: each for name, each in kept.items() if name not in _STACK}
+        kept = {name: setting for name, setting in kept.items() if name not in _STACK}
     elif auto is None and any(name in _STACK for name in above):
-        first = next(each for name, each in above.items() if name in _STACK)
+        first = next(setting for name, setting in above.items() if name in _STACK)
         kept["stack.auto"] = Given(False, first.place)
     return {**kept, **above}
 
@@ -177,7 +177,7 @@ _FOLDER = files("ithaca").joinpath("recipes")
 
 
 def recipe_names() -> list[str]:
-    return sorted(each.name.removesuffix(".yaml") for each in _FOLDER.iterdir() if each.name.endswith(".yaml"))
+    return sorted(path.name.removesuffix(".yaml") for path in _FOLDER.iterdir() if path.name.endswith(".yaml"))
 
 
 def recipe_text(name: str) -> str:

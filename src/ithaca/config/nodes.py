@@ -192,7 +192,7 @@ class _Walk:
         if isinstance(node, yaml.ScalarNode):
             return Scalar(node.value, place, plain=node.style is None)
         if isinstance(node, yaml.SequenceNode):
-            return Sequence([self.node(each, depth + 1) for each in node.value], place)
+            return Sequence([self.node(item, depth + 1) for item in node.value], place)
         assert isinstance(node, yaml.MappingNode)
         return self.mapping(node, place, depth)
 

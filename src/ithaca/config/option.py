@@ -44,7 +44,7 @@ class Kind:
 @cache
 def kinds(cls: type) -> dict[str, Kind]:
     hints = typing.get_type_hints(cls)
-    return {each.name: kind_of(hints[each.name]) for each in fields(cls)}
+    return {setting.name: kind_of(hints[setting.name]) for setting in fields(cls)}
 
 
 def kind_of(hint: Any) -> Kind:
@@ -54,7 +54,7 @@ def kind_of(hint: Any) -> Kind:
         if typing.get_origin(part) is tuple:
             inside = typing.get_args(part)
             length = None if inside[-1] is Ellipsis else len(inside)
-            items = tuple(kind_of(each) for each in inside if each is not Ellipsis)
+            items = tuple(kind_of(item) for item in inside if item is not Ellipsis)
         elif is_dataclass(part):
             inner = part
         elif part is not type(None):
@@ -77,7 +77,7 @@ def accepts(kind: Kind, value: Any) -> bool:
     if isinstance(value, tuple):
         if not kind.items or (kind.length is not None and len(value) != kind.length):
             return False
-        return all(accepts(kind.items[i if kind.length else 0], each) for i, each in enumerate(value))
+        return all(accepts(kind.items[i if kind.length else 0], item) for i, item in enumerate(value))
     if kind.section is not None and isinstance(value, kind.section):
         return True
     if isinstance(value, bool):
@@ -92,7 +92,7 @@ def expectation(kind: Kind, about: typing.Mapping[str, Any]) -> str:
     elif kind.section is not None:
         words = "a section (key: value lines)"
     else:
-        words = " or ".join(_words(each, about) for each in kind.scalars)
+        words = " or ".join(_words(scalar, about) for scalar in kind.scalars)
         if kind.items:
             inside = "sections" if kind.items[0].section else {str: "texts"}.get(kind.items[0].scalars[0], "numbers")
             count = f"{kind.length} " if kind.length else ""
@@ -124,16 +124,16 @@ def out_of_range(about: typing.Mapping[str, Any], value: float) -> str | None:
     return f"must be {' and '.join(wrong)}" if wrong else None
 
 
-def about(cls: type, each: Field) -> dict[str, Any]:
+def about(cls: type, setting: Field) -> dict[str, Any]:
     """The metadata of a field; the help of the fields of `Stack` is the docstring under each one."""
-    help = {} if "help" in each.metadata else {"help": docstrings(cls).get(each.name, "")}
-    return {**help, **each.metadata}
+    help = {} if "help" in setting.metadata else {"help": docstrings(cls).get(setting.name, "")}
+    return {**help, **setting.metadata}
 
 
 @cache
 def docstrings(cls: type) -> dict[str, str]:
     """The string under each field of a dataclass and its bases, on one line."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not is_dataclass(base):
             continue
@@ -143,13 +143,13 @@ def docstrings(cls: type) -> dict[str, str]:
             if not isinstance(declared, ast.AnnAssign) or not isinstance(declared.target, ast.Name):
                 continue
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[declared.target.id] = " ".join(str(text.value.value).split())
-    return found
+                texts[declared.target.id] = " ".join(str(text.value.value).split())
+    return texts
 
 
-def has_default(each: Field) -> bool:
-    return each.default is not MISSING or each.default_factory is not MISSING
+def has_default(setting: Field) -> bool:
+    return setting.default is not MISSING or setting.default_factory is not MISSING
 
 
-def default_of(each: Field) -> Any:
-    return each.default if each.default is not MISSING else each.default_factory()  # pyright: ignore[reportCallIssue]
+def default_of(setting: Field) -> Any:
+    return setting.default if setting.default is not MISSING else setting.default_factory()  # pyright: ignore[reportCallIssue]

@@ -72,7 +72,7 @@ class Reader:
             self.failed.add(path)
 
     def section(self, node: Mapping, cls: type, prefix: str) -> None:
-        declared = {each.name: each for each in fields(cls)}
+        declared = {setting.name: setting for setting in fields(cls)}
         for key, value in node.items:
             name = key.text if key.text in declared else key.text.replace("-", "_")
             path = prefix + name
@@ -127,9 +127,9 @@ class Reader:
         if kind.items and (not kind.scalars or (flag and "," in node.text)):
             if not flag and kind.items[0].scalars != (str,) and kind.items[0].section is None:
                 raise Wrong(f"{path}={node.text!r} must be {expectation(kind, facts)}")
-            texts = [each.strip() for each in node.text.split(",")] if flag else [node.text]
+            texts = [text.strip() for text in node.text.split(",")] if flag else [node.text]
             texts = [] if texts in ([""], ["[]"]) else texts
-            return self.list([Scalar(each, node.place, node.plain) for each in texts], node, kind, facts, path)
+            return self.list([Scalar(text, node.place, node.plain) for text in texts], node, kind, facts, path)
         value = _scalar(node, kind, facts, path)
         choices = facts.get("choices")
         if choices and value not in choices:
@@ -140,14 +140,14 @@ class Reader:
     def list(self, items: list[Node], node: Node, kind: Kind, facts: Table[str, Any], path: str) -> tuple:
         if not kind.items or (kind.length is not None and len(items) != kind.length):
             raise Wrong(f"{path}={_shown(node)} must be {expectation(kind, facts)}")
-        found = []
+        values = []
         for index, item in enumerate(items):
             inside, where = kind.items[index if kind.length else 0], f"{path}[{index}]"
             if inside.section is not None:
-                found.append(self.entry(item, inside.section, where))
+                values.append(self.entry(item, inside.section, where))
             else:
-                found.append(self.value(item, inside, facts, where))
-        return tuple(found)
+                values.append(self.value(item, inside, facts, where))
+        return tuple(values)
 
     def entry(self, item: Node, cls: type, path: str) -> Any:
         """One section of a list. A plain text is the field the section names as its short form."""
@@ -205,17 +205,19 @@ def build(cls: type, given: Table[str, Given], prefix: str, failed: set[str], pr
     """A section from flat values. A required field that is missing is a problem and gets a stand-in, so that the checks
     between fields can still run; what they find about a failed path is dropped."""
     values: dict[str, Any] = {}
-    for each in fields(cls):
-        path, kind = prefix + each.name, kinds(cls)[each.name]
+    for setting in fields(cls):
+        path, kind = prefix + setting.name, kinds(cls)[setting.name]
         if path in given and not (kind.section is not None and given[path].value == {}):
-            values[each.name] = given[path].value
+            values[setting.name] = given[path].value
         elif kind.section is not None:
             inside = path in given or any(name.startswith(path + ".") for name in given)
             if inside or not kind.optional:
-                values[each.name] = build(kind.section, given, path + ".", failed, problems)
-        elif not has_default(each):
-            values[each.name] = "" if str in kind.scalars else 1
+                values[setting.name] = build(kind.section, given, path + ".", failed, problems)
+        elif not has_default(setting):
+            values[setting.name] = "" if str in kind.scalars else 1
             if not any(path == name or path.startswith(name + ".") for name in failed):
                 failed.add(path)
-                problems.append(f"{path} is missing: {each.metadata['help'][0].lower()}{each.metadata['help'][1:]}")
+                problems.append(
+                    f"{path} is missing: {setting.metadata['help'][0].lower()}{setting.metadata['help'][1:]}"
+                )
     return cls(**values)

@@ -51,9 +51,9 @@ def _section(cls: type, path: str) -> Iterator[str]:
     yield "| key | takes | default | |"
     yield "|---|---|---|---|"
     inner: list[tuple[type, str]] = []
-    for each in fields(cls):
-        kind, facts = kinds(cls)[each.name], about(cls, each)
-        where = f"{path}.{each.name}" if path else each.name
+    for field in fields(cls):
+        kind, facts = kinds(cls)[field.name], about(cls, field)
+        where = f"{path}.{field.name}" if path else field.name
         if kind.section is not None:
             inner.append((kind.section, where))
         elif kind.items and kind.items[0].section is not None and path != "eval":  # eval.sources are like data.sources
@@ -62,7 +62,7 @@ def _section(cls: type, path: str) -> Iterator[str]:
         number = format_tokens if facts.get("unit") == "tokens" else str
         limits = [f"{words} {number(facts[name])}" for name, words in _LIMITS.items() if name in facts]
         help = facts["help"] or " ".join((inspect.getdoc(kind.section) or "").split())
-        row = [f"`{where}`", takes + "".join(f", {each}" for each in limits), _default(each, facts), help]
+        row = [f"`{where}`", takes + "".join(f", {limit}" for limit in limits), _default(field, facts), help]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
     yield ""
     for section, where in inner:
@@ -72,10 +72,10 @@ def _section(cls: type, path: str) -> Iterator[str]:
 _LIMITS = {"least": "≥", "most": "≤", "above": ">", "below": "<"}
 
 
-def _default(each: Any, facts: dict[str, Any]) -> str:
-    if not has_default(each):
+def _default(field: Any, facts: dict[str, Any]) -> str:
+    if not has_default(field):
         return "**required**"
-    value = default_of(each)
+    value = default_of(field)
     if isinstance(value, int) and not isinstance(value, bool) and facts.get("unit"):
         return {"tokens": format_tokens, "bytes": format_bytes}[facts["unit"]](value)
     if isinstance(value, (str, int, float, tuple, type(None))):

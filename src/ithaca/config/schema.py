@@ -50,7 +50,11 @@ class Rope:
 
     def over(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The model's rope_parameters with these settings on top."""
-        given = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) is not None}
+        given = {
+            setting.name: getattr(self, setting.name)
+            for setting in fields(self)
+            if getattr(self, setting.name) is not None
+        }
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         if self.rope_type not in (None, parameters.get("rope_type", "default")):
             parameters = {name: value for name, value in parameters.items() if name == "rope_theta"}
@@ -154,12 +158,14 @@ class StackOptions(Stack):
     @property
     def chosen(self) -> Stack | None:
         """The `Stack` that was asked for; None = choose one."""
-        return None if self.auto else Stack(**{each.name: getattr(self, each.name) for each in fields(Stack)})
+        return None if self.auto else Stack(**{setting.name: getattr(self, setting.name) for setting in fields(Stack)})
 
     @classmethod
     def of(cls, stack: Stack, scratch: str | None = None) -> StackOptions:
         """Options that ask for this stack, for writing down what auto became."""
-        return cls(**{each.name: getattr(stack, each.name) for each in fields(Stack)}, auto=False, scratch=scratch)
+        return cls(
+            **{setting.name: getattr(stack, setting.name) for setting in fields(Stack)}, auto=False, scratch=scratch
+        )
 
     def violations(self, world: int | None = None) -> list[str]:
         chosen = self.chosen
@@ -296,6 +302,11 @@ class Launch:
         None, "Processes per node, one per GPU; null = as many as there are GPUs.", least=1, most=4096
     )
     cpu: int | None = option(None, "Train on the CPU with so many processes (gloo).", least=1, most=4096)
+    share_gpu: bool = option(
+        False,
+        "Let workers share GPUs: a larger job rehearsed on those there are, with real NCCL (2.30 or newer) and real data. Its "
+        "speed means nothing.",
+    )
     nodes: int = option(1, "Machines. More than one needs torchrun or srun.", least=1, most=65536)
     gpu_memory: int | None = option(
         None, "Memory of a GPU that the run may use (80GB); null = all of it.", unit="bytes", above=0
@@ -317,8 +328,8 @@ class Launch:
     @property
     def world(self) -> int | None:
         """Processes in all; None = depends on the machine."""
-        each = self.cpu or self.workers
-        return None if each is None else each * self.nodes
+        workers = self.cpu or self.workers
+        return None if workers is None else workers * self.nodes
 
 
 @dataclass(frozen=True, kw_only=True)

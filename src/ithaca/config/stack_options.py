@@ -19,7 +19,7 @@ from .option import about, kinds
 from .read import Reader
 from .suggest import close_choice
 
-FIELDS = {each.name: each for each in fields(Stack)}
+FIELDS = {field.name: field for field in fields(Stack)}
 Words = tuple[str, str]  # the option that was used, and FIELD=VALUE
 
 

@@ -41,8 +41,8 @@ def paths() -> tuple[str, ...]:
 
 
 def _paths(cls: type, prefix: str):
-    for each in fields(cls):
-        path, kind = prefix + each.name, kinds(cls)[each.name]
+    for field in fields(cls):
+        path, kind = prefix + field.name, kinds(cls)[field.name]
         yield path
         if kind.section is not None:
             yield from _paths(kind.section, path + ".")
@@ -53,9 +53,9 @@ def _paths(cls: type, prefix: str):
 def unknown(path: str, siblings: list[str]) -> str:
     """The message for a key that does not exist; siblings: the names its section has."""
     parent, _, name = path.rpartition(".")
-    found = _meant(parent, name, siblings)
-    if found:
-        return f"unknown key {path}; did you mean {_or(found)}?"
+    matches = _meant(parent, name, siblings)
+    if matches:
+        return f"unknown key {path}; did you mean {_or(matches)}?"
     here = f"{parent} has" if parent else "there are"
     return f"unknown key {path}; {here} {', '.join(siblings)}"
 
@@ -67,20 +67,20 @@ def _meant(parent: str, name: str, siblings: list[str]) -> list[str]:
         return [here + very_close[0]]
     if name in WORDS:
         return [WORDS[name]]
-    elsewhere = [each for each in paths() if each.rpartition(".")[2] == name and "." in each]
+    elsewhere = [path for path in paths() if path.rpartition(".")[2] == name and "." in path]
     if elsewhere:  # items of lists only where nothing else has the name
-        return ([each for each in elsewhere if "[]" not in each] or elsewhere)[:3]
+        return ([path for path in elsewhere if "[]" not in path] or elsewhere)[:3]
     close = get_close_matches(name, siblings, n=1, cutoff=0.6)
     if close:
         return [here + close[0]]
-    names = {each.rpartition(".")[2]: each for each in reversed(paths())}
-    return [names[each] for each in get_close_matches(name, [*names], n=1, cutoff=0.8)]
+    names = {path.rpartition(".")[2]: path for path in reversed(paths())}
+    return [names[match] for match in get_close_matches(name, [*names], n=1, cutoff=0.8)]
 
 
 def close_choice(text: str, choices: tuple[str, ...]) -> str:
     """'; did you mean cosine?' or nothing."""
-    found = get_close_matches(text, choices, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = get_close_matches(text, choices, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _or(words: list[str]) -> str:

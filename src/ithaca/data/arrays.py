@@ -20,9 +20,9 @@ from .stamps import Stamp, changed, open_steady
 _CHUNK = 1 << 18  # tokens
 
 
-def read_arrays(path: str, found: Stamp | None = None) -> Iterator[tuple[Iterator[np.ndarray], int]]:
+def read_arrays(path: str, stamp: Stamp | None = None) -> Iterator[tuple[Iterator[np.ndarray], int]]:
     """Documents of a .npy file: each its ids in pieces, and its number."""
-    with open_steady(path, found) as file:
+    with open_steady(path, stamp) as file:
         shape, fortran, dtype, start = _header(path, file)
         count = int(np.prod(shape, dtype=object))
 

@@ -40,8 +40,8 @@ def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: 
             f"no token of rows {indices} of {rows.name} is supervised: the loss would be 0/0; leave such rows out"
         )
     layout = Layout(length, stack.ulysses, stack.ring)
-    each = len(indices) // mesh.data.size
-    own = slice(mesh.data.rank * each, (mesh.data.rank + 1) * each)
+    per_group = len(indices) // mesh.data.size
+    own = slice(mesh.data.rank * per_group, (mesh.data.rank + 1) * per_group)
     whole = all(len(lengths) == 1 for lengths in documents)
     ids, labels, places = [], [], []
     for index, lengths in zip(indices[own], documents[own], strict=True):
@@ -54,7 +54,7 @@ def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: 
     valid = None
     if any(stop > length for _, stop in held):
         real = torch.cat([torch.arange(start, stop) < length for start, stop in held])
-        valid = real.to(mesh.device).expand(each, -1)
+        valid = real.to(mesh.device).expand(per_group, -1)
 
     def tensor(parts: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack(parts)).to(mesh.device)
@@ -95,7 +95,7 @@ def _read(
         if stop > end:
             pad = positions_of([layout.length, layout.padded], end, stop) if restart else np.arange(end, stop)
             parts.append((np.zeros(stop - end, np.int64), np.full(stop - end, IGNORE, np.int64), pad))
-    ids, labels, places = (np.concatenate(each) for each in zip(*parts, strict=True))
+    ids, labels, places = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return ids, labels, places
 
 

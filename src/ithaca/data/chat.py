@@ -28,7 +28,8 @@ def render_chat(messages: Any, template: str, tokens: dict[str, Any], tools: Any
     _check(messages)
     # parquet gives every message every key; a template that asks "is there a tool call?" wants absent ones absent
     messages = [
-        {name: value for name, value in each.items() if value is not None or name == "content"} for each in messages
+        {name: value for name, value in message.items() if value is not None or name == "content"}
+        for message in messages
     ]
 
     def render(part: list[dict[str, Any]], *, prompt: bool = False, mark: bool = False) -> tuple[str, Spans]:

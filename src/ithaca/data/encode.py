@@ -40,13 +40,13 @@ class Encoder:
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, none longer than the window. No special tokens are added. They are still to be checked."""
-        return [each.ids for each in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def check(self, ids: Iterable[int]) -> None:
         """ValueError if plain text has become a special token all the same."""
-        if found := self._refused.keys() & set(ids):
+        if special := self._refused.keys() & set(ids):
             raise ValueError(
-                f"the text holds {self._refused[min(found)]!r}, of which this tokenizer makes the special token even as plain "
+                f"the text holds {self._refused[min(special)]!r}, of which this tokenizer makes the special token even as plain "
                 "text; take it out, or allow it with special_tokens: parse"
             )
 

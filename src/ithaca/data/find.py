@@ -49,7 +49,7 @@ def find_files(source: Source) -> Files:
     path = Path(source.path).expanduser()
     left_out: LeftOut = defaultdict(list)
     if path.is_dir():
-        found = [each for each in _walk(path, left_out) if _wanted(each, path, source.format, left_out)]
+        paths = [entry for entry in _walk(path, left_out) if _wanted(entry, path, source.format, left_out)]
     elif path.exists():
         if not path.is_file():
             raise ValueError(
@@ -57,20 +57,20 @@ def find_files(source: Source) -> Files:
             )
         if path.stat().st_size == 0:
             raise ValueError(f"{path} is empty (0 bytes); remove it, or check that it was written to the end")
-        found = [path]
+        paths = [path]
     elif glob.has_magic(source.path):
-        found = list(_matches(path, left_out))
+        paths = list(_matches(path, left_out))
     else:
         raise ValueError(
             f"{source.path} is not there{_neighbour(path)}; for a Hugging Face dataset write hf:{source.path}"
         )
-    found = _without_prose(sorted(found), path, source.format, left_out)
-    if not found:
+    paths = _without_prose(sorted(paths), path, source.format, left_out)
+    if not paths:
         raise _nothing(source, path, left_out)
-    form = _one_format(source, found)
-    every = [*found, *(_offsets(found) if form == "tokens" else ())]
+    form = _one_format(source, paths)
+    every = [*paths, *(_offsets(paths) if form == "tokens" else ())]
     ordered = {reason: sorted(names) for reason, names in left_out.items() if names}
-    return Files(form, tuple(found), {each: stamp(each) for each in every}, ordered)
+    return Files(form, tuple(paths), {entry: stamp(entry) for entry in every}, ordered)
 
 
 def check_steady(then: dict[Path, Stamp], now: dict[Path, Stamp]) -> None:
@@ -118,24 +118,24 @@ def _matches(pattern: Path, left_out: LeftOut) -> Iterator[Path]:
     first = next(at for at, part in enumerate(pattern.parts) if glob.has_magic(part))
     root, rest = Path(*pattern.parts[:first]), pattern.parts[first:]
     if "**" in rest:  # glob.glob would follow links to folders, in circles too
-        meant = every = {str(each) for each in root.glob(str(Path(*rest)))}
+        meant = every = {str(match) for match in root.glob(str(Path(*rest)))}
         if not any(part.startswith(".") for part in rest):
-            meant = {each for each in every if not any(p.startswith(".") for p in Path(each).relative_to(root).parts)}
+            meant = {name for name in every if not any(p.startswith(".") for p in Path(name).relative_to(root).parts)}
         for where, folders, _ in os.walk(root):
             left_out[LINKED] += [
-                _name(Path(where, each), root) + "/" for each in folders if Path(where, each).is_symlink()
+                _name(Path(where, folder), root) + "/" for folder in folders if Path(where, folder).is_symlink()
             ]
     else:
         meant = set(glob.glob(str(pattern)))
         every = {*meant, *glob.glob(str(pattern), include_hidden=True)} if sys.version_info >= (3, 11) else meant
-    for each in map(Path, sorted(every)):
-        if each.is_dir():
+    for match in map(Path, sorted(every)):
+        if match.is_dir():
             if "**" not in rest:  # which goes through folders by itself
-                left_out[FOLDER].append(_name(each, root) + "/")
-        elif str(each) not in meant:
-            left_out[HIDDEN].append(_name(each, root))
-        elif not _is_offsets(each):
-            for path in _regular(each, root, left_out):
+                left_out[FOLDER].append(_name(match, root) + "/")
+        elif str(match) not in meant:
+            left_out[HIDDEN].append(_name(match, root))
+        elif not _is_offsets(match):
+            for path in _regular(match, root, left_out):
                 if not _is_empty(path, root, _format(path, "auto"), left_out):
                     yield path
 
@@ -176,34 +176,34 @@ def _is_empty(path: Path, root: Path, form: str | None, left_out: LeftOut) -> bo
     return True
 
 
-def _without_prose(found: list[Path], path: Path, asked: str, left_out: LeftOut) -> list[Path]:
-    prose = [each for each in found if each.suffix.lower() in PROSE]
-    rest = [each for each in found if each.suffix.lower() not in PROSE]
-    if not prose or asked == "txt" or {_format(each, asked) for each in rest} <= {"txt"}:
-        return found
-    root = path if path.is_dir() else Path(os.path.commonpath([each.parent for each in found]))
-    left_out[BESIDE] += [_name(each, root) for each in prose]
+def _without_prose(paths: list[Path], path: Path, asked: str, left_out: LeftOut) -> list[Path]:
+    prose = [entry for entry in paths if entry.suffix.lower() in PROSE]
+    rest = [entry for entry in paths if entry.suffix.lower() not in PROSE]
+    if not prose or asked == "txt" or {_format(entry, asked) for entry in rest} <= {"txt"}:
+        return paths
+    root = path if path.is_dir() else Path(os.path.commonpath([entry.parent for entry in paths]))
+    left_out[BESIDE] += [_name(entry, root) for entry in prose]
     return rest
 
 
-def _one_format(source: Source, found: Iterable[Path]) -> str:
+def _one_format(source: Source, paths: Iterable[Path]) -> str:
     formats: dict[str, Path] = {}
-    for each in found:
-        if not os.access(each, os.R_OK):
-            raise ValueError(f"{each} cannot be read (permission denied); change its permissions or leave it out")
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise ValueError(f"{path} cannot be read (permission denied); change its permissions or leave it out")
         try:
-            str(each).encode()
+            str(path).encode()
         except UnicodeEncodeError:
-            raise ValueError(f"the name of {_name(each, each.parent)} is not UTF-8; rename the file") from None
-        form = _format(each, source.format)
+            raise ValueError(f"the name of {_name(path, path.parent)} is not UTF-8; rename the file") from None
+        form = _format(path, source.format)
         if form is None:
             raise ValueError(
-                f"{each}: the format cannot be told from the name; use one of {', '.join(SUFFIXES)} (decompress .gz and "
+                f"{path}: the format cannot be told from the name; use one of {', '.join(SUFFIXES)} (decompress .gz and "
                 ".zst first), or give the format"
             )
-        formats.setdefault(form, each)
+        formats.setdefault(form, path)
     if len(formats) > 1:
-        examples = ", ".join(f"{form} ({each.name})" for form, each in formats.items())
+        examples = ", ".join(f"{form} ({path.name})" for form, path in formats.items())
         raise ValueError(f"{source.path} holds files of several formats: {examples}; make each a source of its own")
     return next(iter(formats))
 
@@ -237,8 +237,8 @@ def _array_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".offsets.npy") + ".npy")
 
 
-def _offsets(found: Iterable[Path]) -> list[Path]:
-    return [beside for beside in map(offsets_of, found) if beside.exists()]
+def _offsets(paths: Iterable[Path]) -> list[Path]:
+    return [beside for beside in map(offsets_of, paths) if beside.exists()]
 
 
 def _is_offsets(path: Path) -> bool:
@@ -254,7 +254,7 @@ def _name(path: Path, root: Path | str) -> str:
 def _neighbour(path: Path) -> str:
     """A file beside it with a similar name."""
     try:
-        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError:
         beside = []
     return did_you_mean(path.name, beside)

@@ -45,10 +45,10 @@ def best_fit(lengths: np.ndarray, context: int, seed: int = 0) -> np.ndarray:
     count = 0
     for start in range(0, len(order), _WINDOW):
         window = order[start : start + _WINDOW]
-        mine = lengths[window]
-        large = window[mine > context // _LARGE]
+        sizes = lengths[window]
+        large = window[sizes > context // _LARGE]
         large = large[np.argsort(-lengths[large], kind="stable")]
-        small = window[mine <= context // _LARGE]
+        small = window[sizes <= context // _LARGE]
         sequence = np.concatenate([large, small])
         placed = []
         for length in lengths[sequence].tolist():

@@ -110,10 +110,10 @@ class Packed:
         shard, start, stop = self._within(start, stop)
         if self._shards[shard]["mask"] is None:
             return stop - start
-        found = self._before(shard, stop) - self._before(shard, start)
-        if not 0 <= found <= stop - start:
+        supervised = self._before(shard, stop) - self._before(shard, start)
+        if not 0 <= supervised <= stop - start:
             raise ValueError(f"{self.folder / self._shards[shard]['sums']} does not fit its mask; pack the data again")
-        return found
+        return supervised
 
     def _before(self, shard: int, token: int) -> int:
         if shard not in self._sums:
@@ -229,5 +229,5 @@ class Packed:
 
 
 def _touched(path: Path) -> list[int]:
-    found = stamp(path)
-    return [found.inode, found.bytes, found.mtime_ns, found.ctime_ns]
+    now = stamp(path)
+    return [now.inode, now.bytes, now.mtime_ns, now.ctime_ns]

@@ -58,15 +58,15 @@ def understand(number: int, source: Source) -> Input:
 
 def check_unchanged(inputs: list[Input]) -> None:
     """ValueError if a file of a source is new, gone or changed since it was understood."""
-    for each in inputs:
+    for entry in inputs:
         try:
-            if each.dataset is None:
-                stamps = find_files(each.source).stamps
+            if entry.dataset is None:
+                stamps = find_files(entry.source).stamps
             else:  # which files it has is written in one of them
-                stamps = {path: stamp(path) for path in each.files.stamps if path.exists()}
+                stamps = {path: stamp(path) for path in entry.files.stamps if path.exists()}
         except (ValueError, OSError) as error:
-            raise changed(each.source.path, str(error)) from None
-        check_steady(each.files.stamps, stamps)
+            raise changed(entry.source.path, str(error)) from None
+        check_steady(entry.files.stamps, stamps)
 
 
 def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], about: dict[str, Any] | None) -> list[str]:
@@ -77,19 +77,19 @@ def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], abo
         raise ValueError(
             f"{error}. It exists already and is not replaced: choose another folder, or remove it"
         ) from None
-    found = [
+    changes = [
         f"{name} was {then['settings'][name]!r}, is now {value!r}"
         for name, value in settings.items()
         if then["settings"][name] != value
     ]
     if (then["tokenizer"] is None) != (about is None):
-        found.append("it was packed " + ("without" if about else "with") + " a tokenizer")
+        changes.append("it was packed " + ("without" if about else "with") + " a tokenizer")
     elif about is not None:
-        chats = any(each.kind == "chat" for each in inputs)
+        chats = any(entry.kind == "chat" for entry in inputs)
         parts = differing(then["tokenizer"]["sha256"], about["sha256"], chats=chats)
-        found += [f"the tokenizer's {part} differ (it was {then['tokenizer']['name']})" for part in parts]
+        changes += [f"the tokenizer's {part} differ (it was {then['tokenizer']['name']})" for part in parts]
     if len(then["sources"]) != len(inputs):
-        return found + [f"it has {len(then['sources'])} sources, now there are {len(inputs)}"]
+        return changes + [f"it has {len(then['sources'])} sources, now there are {len(inputs)}"]
     for old, new in zip(then["sources"], inputs, strict=True):
         for name, before, now in (
             ("kind", old["kind"], new.kind),
@@ -97,24 +97,24 @@ def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], abo
             ("columns", old["columns"], new.source.columns),
         ):
             if before != now:
-                found.append(f"source {new.source.path}: {name} was {before!r}, is now {now!r}")
+                changes.append(f"source {new.source.path}: {name} was {before!r}, is now {now!r}")
         if old["dataset"] != new.dataset:
-            found.append(f"source {new.source.path}: the dataset has changed, or is another")
-        found += _changed_files(old["files"], new.recorded)
-    return found
+            changes.append(f"source {new.source.path}: the dataset has changed, or is another")
+        changes += _changed_files(old["files"], new.recorded)
+    return changes
 
 
 def _changed_files(then: list[dict[str, Any]], now: list[tuple[str, Path]]) -> list[str]:
-    before = {each["name"]: each for each in then}
+    before = {entry["name"]: entry for entry in then}
     after = dict(now)
-    found = [f"the file {name} is new" for name in after if name not in before]
-    found += [f"the file {name} is gone" for name in before if name not in after]
+    changes = [f"the file {name} is new" for name in after if name not in before]
+    changes += [f"the file {name} is gone" for name in before if name not in after]
     for name, path in now:
         if name not in before:
             continue
         old, new = before[name], stamp(path)
         if old["bytes"] != new.bytes:
-            found.append(f"{path} had {old['bytes']:,} bytes, now {new.bytes:,}")
+            changes.append(f"{path} had {old['bytes']:,} bytes, now {new.bytes:,}")
         elif old["mtime_ns"] != new.mtime_ns and sha256_of(path) != old["sha256"]:
-            found.append(f"{path} has changed (SHA-256 differs)")
-    return found[:8] + ([f"and {len(found) - 8} more files"] if len(found) > 8 else [])
+            changes.append(f"{path} has changed (SHA-256 differs)")
+    return changes[:8] + ([f"and {len(changes) - 8} more files"] if len(changes) > 8 else [])

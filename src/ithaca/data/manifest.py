@@ -88,7 +88,7 @@ def _text(value: Any) -> bool:
 
 
 def _digest(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 64 and all(each in "0123456789abcdef" for each in value)
+    return isinstance(value, str) and len(value) == 64 and all(character in "0123456789abcdef" for character in value)
 
 
 def _list(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -157,7 +157,7 @@ def _wrong(manifest: dict[str, Any], folder: Path) -> Iterator[str]:
         elif not test(manifest[name]):
             yield f"{name!r} is not what a packed folder has there"
     files, shards, sources = manifest["files"], manifest["shards"], manifest["sources"]
-    for name in [*files, *(each for shard in shards for each in (shard["file"], shard["mask"], shard["sums"]) if each)]:
+    for name in [*files, *(name for shard in shards for name in (shard["file"], shard["mask"], shard["sums"]) if name)]:
         try:
             inside(folder, name)
         except ValueError as error:

@@ -38,13 +38,13 @@ class Needles(OneDocument):
     values: int = 8
 
     def __post_init__(self) -> None:
-        found = self.tokens.violations(self.vocabulary)
+        violations = self.tokens.violations(self.vocabulary)
         if self.context < EVERY * 2 * self.keys:
-            found.append(
+            violations.append(
                 f"context={self.context} is too short for {self.keys} facts and questions between them; use at least "
                 f"{EVERY * 2 * self.keys} tokens"
             )
-        require(found, "these needles cannot be made")
+        require(violations, "these needles cannot be made")
 
     @property
     def tokens(self) -> PairTokens:

@@ -74,27 +74,29 @@ class Order:
 
 
 def _violations(sizes: Sequence[int], weights: Sequence[float], seed: int) -> list[str]:
-    found = []
+    violations = []
     if not sizes:
-        found.append("there is no source; give at least one")
+        violations.append("there is no source; give at least one")
     if len(sizes) != len(weights):
-        found.append(f"{len(weights)} weights for {len(sizes)} sources; give one weight per source")
+        violations.append(f"{len(weights)} weights for {len(sizes)} sources; give one weight per source")
     for number, size in enumerate(sizes):
         if size < 1:
-            found.append(f"source {number} has {size} rows; leave it out, or give it at least one")
+            violations.append(f"source {number} has {size} rows; leave it out, or give it at least one")
     for number, weight in enumerate(weights):
         if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not isfinite(weight) or weight <= 0:
-            found.append(f"source {number} has the weight {weight!r}; use a number above 0, or leave the source out")
+            violations.append(
+                f"source {number} has the weight {weight!r}; use a number above 0, or leave the source out"
+            )
     if not isinstance(seed, int) or seed < 0:
-        found.append(f"the seed is {seed!r}; use a whole number that is not negative")
-    return found
+        violations.append(f"the seed is {seed!r}; use a whole number that is not negative")
+    return violations
 
 
 def _whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """Whole numbers in the ratio of the weights, or next to it where they would add up to more than the longest table."""
     exact = [Fraction(Decimal(repr(weight))) for weight in weights]  # as written: 0.1 is a tenth
-    scale = lcm(*(each.denominator for each in exact))
-    counts = [int(each * scale) for each in exact]
+    scale = lcm(*(fraction.denominator for fraction in exact))
+    counts = [int(fraction * scale) for fraction in exact]
     counts = [count // gcd(*counts) for count in counts]
     total = sum(counts)
     if total > _LONGEST:

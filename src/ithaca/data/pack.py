@@ -79,30 +79,30 @@ def pack(
 
         about = {"name": str(tokenizer), "tokenizers": tokenizers.__version__, "sha256": fingerprint(parts)}
     if folder.exists() and not _is_empty(folder):
-        found = differences(folder, inputs, settings, about)
-        if not found:
+        changes = differences(folder, inputs, settings, about)
+        if not changes:
             say(f"{folder} already holds this data, packed with the same tokenizer and settings: nothing to do")
             packed = Packed(folder)
-            for each, then in zip(inputs, packed.manifest["sources"], strict=True):
+            for entry, then in zip(inputs, packed.manifest["sources"], strict=True):
                 new = {
                     reason: names
-                    for reason, every in each.files.left_out.items()
+                    for reason, every in entry.files.left_out.items()
                     if (names := sorted(set(every) - set(then["left_out"].get(reason, ()))))
                 }
                 for line in left_out_words(new):
-                    say(f"  {each.source.path}: since then also {line}")
+                    say(f"  {entry.source.path}: since then also {line}")
             return packed
         if not force:
             raise ValueError(
-                f"{folder} exists and holds something else:\n" + "\n".join(f"  - {line}" for line in found)
+                f"{folder} exists and holds something else:\n" + "\n".join(f"  - {line}" for line in changes)
                 + "\nChoose another folder, or pass --force to replace this one"
             )  # fmt: skip
 
     def fill(into: Path) -> None:
         job = Job(
             str(into),
-            tuple(each.source for each in inputs),
-            tuple(each.kind for each in inputs),
+            tuple(entry.source for entry in inputs),
+            tuple(entry.kind for entry in inputs),
             parts,
             vocabulary,
             eos,
@@ -120,8 +120,8 @@ def pack(
 
 def _check_count(inputs: list[Input]) -> None:
     """Before hours of work: a manifest that nobody would read again is not to be written."""
-    names = [name for each in inputs for name, _ in each.recorded]
-    names += [name for each in inputs for every in each.files.left_out.values() for name in every]
+    names = [name for entry in inputs for name, _ in entry.recorded]
+    names += [name for entry in inputs for every in entry.files.left_out.values() for name in every]
     if sum(len(name.encode("utf-8", "replace")) + 200 for name in names) > LIMIT:
         raise ValueError(
             f"the sources have {len(names):,} files, too many to list with their checksums; put them together into jsonl files"
@@ -132,7 +132,7 @@ def _vocabulary(inputs: list[Input], parts: TokenizerParts | None, asked: int | 
     if asked is not None and asked < 2:
         raise ValueError(f"vocabulary={asked} must be at least 2")
     if parts is None:
-        text = [each for each in inputs if each.kind != "tokens"]
+        text = [entry for entry in inputs if entry.kind != "tokens"]
         if text:
             raise ValueError(
                 f"source {text[0].source.path} holds {text[0].kind}, so a tokenizer is needed; give its folder"
@@ -144,7 +144,7 @@ def _vocabulary(inputs: list[Input], parts: TokenizerParts | None, asked: int | 
         return asked
     if asked is not None and asked < parts.vocabulary:
         raise ValueError(f"vocabulary={asked:,} is smaller than the tokenizer's {parts.vocabulary:,}; leave it out")
-    if eos and parts.eos is None and any(each.kind in ("text", "completion") for each in inputs):
+    if eos and parts.eos is None and any(entry.kind in ("text", "completion") for entry in inputs):
         raise ValueError(
             "the tokenizer has no end-of-sequence token to end documents with; pass --no-eos to go without"
         )
@@ -161,8 +161,8 @@ def _write(
     quiet: bool,
 ) -> None:
     """Everything that is in a packed folder, the tokenizer aside."""
-    parts = [part for each in inputs for part in each.parts]
-    files = {str(path): each.files.stamps[path] for each in inputs for _, path in each.recorded}
+    parts = [part for entry in inputs for part in entry.parts]
+    files = {str(path): entry.files.stamps[path] for entry in inputs for _, path in entry.recorded}
     # Large parts first would balance better, but then the first error would not be that of the first record.
     tasks: list[Any] = [*enumerate(parts), *files.items()]
     try:
@@ -175,12 +175,12 @@ def _write(
     done, hashes = results[: len(parts)], dict(zip(files, results[len(parts) :], strict=True))
     index = _write_index(into, done)
     sources, first = [], 0
-    for number, each in enumerate(inputs):
-        mine = [result for part, result in zip(parts, done, strict=True) if part.source == number]
-        described = _describe(each, mine, hashes)
+    for number, entry in enumerate(inputs):
+        source_results = [result for part, result in zip(parts, done, strict=True) if part.source == number]
+        described = _describe(entry, source_results, hashes)
         if described["documents"] == 0:
             why = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in described["dropped"].items())
-            raise ValueError(f"no document is left of source {each.source.path}: {why or 'there is no record in it'}")
+            raise ValueError(f"no document is left of source {entry.source.path}: {why or 'there is no record in it'}")
         described["range"] = [first, first + described["documents"]]
         first += described["documents"]
         sources.append(described)
@@ -234,21 +234,21 @@ def _write_index(into: Path, done: list[dict[str, Any]]) -> dict[str, str]:
     return {name: sha256_of(into / name) for name in names}
 
 
-def _describe(each: Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:
+def _describe(entry: Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:
     described = {
-        "name": each.source.path,
-        "kind": each.kind,
-        "format": each.format,
-        "columns": each.source.columns,
+        "name": entry.source.path,
+        "kind": entry.kind,
+        "format": entry.format,
+        "columns": entry.source.columns,
         **{name: sum(result[name] for result in results) for name in ("documents", "tokens", "supervised")},
         "dropped": dict(sum((Counter(result["dropped"]) for result in results), Counter())),
     }
-    stamps = {path: each.files.stamps[path] for _, path in each.recorded}
+    stamps = {path: entry.files.stamps[path] for _, path in entry.recorded}
     files = [
         {"bytes": stamps[path].bytes, "mtime_ns": stamps[path].mtime_ns, "name": name, "sha256": hashes[str(path)]}
-        for name, path in each.recorded
+        for name, path in entry.recorded
     ]
-    return {**described, "dataset": each.dataset, "files": files, "left_out": each.files.left_out}
+    return {**described, "dataset": entry.dataset, "files": files, "left_out": entry.files.left_out}
 
 
 def _is_empty(folder: Path) -> bool:

@@ -29,10 +29,10 @@ def parquet_columns(piece: Piece) -> list[str]:
         return file.schema_arrow.names
 
 
-def group_cuts(path: str, found: Stamp, target: int) -> list[int]:
+def group_cuts(path: str, stamp: Stamp, target: int) -> list[int]:
     """Row groups, by size: where parts of a file begin and end."""
     cuts, held = [0], 0
-    with _opened(path, found) as file:
+    with _opened(path, stamp) as file:
         about = file.metadata
         for group in range(about.num_row_groups):
             held += about.row_group(group).total_byte_size
@@ -55,7 +55,7 @@ def _records(file: Any, piece: Piece, columns: list[str] | None) -> Iterator[Rec
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
     groups = list(range(piece.start, piece.stop))
     rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
-    each = piece.size // rows
+    row_size = piece.size // rows
     unpacked = 0
     try:
         for group in groups:
@@ -64,7 +64,7 @@ def _records(file: Any, piece: Piece, columns: list[str] | None) -> Iterator[Rec
                 unpacked += batch.nbytes
                 _check_ratio(piece.path, unpacked, piece.size)
                 for values in batch.to_pylist():
-                    yield Record(values, lambda row=row: f"{piece.path}, row {row:,}", each)
+                    yield Record(values, lambda row=row: f"{piece.path}, row {row:,}", row_size)
                     row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
@@ -73,14 +73,14 @@ def _records(file: Any, piece: Piece, columns: list[str] | None) -> Iterator[Rec
 
 
 @contextmanager
-def _opened(path: str, found: Stamp | None) -> Iterator[Any]:
+def _opened(path: str, stamp: Stamp | None) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"reading {path} needs the package pyarrow; install it: pip install pyarrow") from None
     require_floors("pyarrow")
-    with open_steady(path, found) as raw:
+    with open_steady(path, stamp) as raw:
         try:
             file = pyarrow.parquet.ParquetFile(raw)
         except (pyarrow.ArrowException, OSError) as error:

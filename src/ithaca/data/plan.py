@@ -205,7 +205,7 @@ def _load(folder: Path, packed: Packed, context: int, source: int | None) -> Row
             if sha256_of(inside(packed.folder, f"rows/{folder.name}/{name}.npy")) != about["sha256"][name]:
                 raise ValueError(f"SHA-256 of {name}.npy differs")
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
-        if not all(isinstance(each, np.ndarray) and each.dtype == np.int64 for each in arrays):
+        if not all(isinstance(array, np.ndarray) and array.dtype == np.int64 for array in arrays):
             raise ValueError("its arrays are not whole numbers")
         pieces, bounds, supervised = arrays
         plan = RowPlan(context, pieces, bounds, supervised, counts)
@@ -221,7 +221,7 @@ def _check(plan: RowPlan, packed: Packed, source: int | None) -> None:
     if bounds.ndim != 1 or supervised.ndim != 1 or len(bounds) < 2 or pieces.shape != (int(bounds[-1]), 3):
         raise ValueError("its arrays do not match")
     counts = plan.counts.__dict__.values()
-    if len(supervised) != len(plan) or len(plan) != plan.counts.rows or not all(type(each) is int for each in counts):
+    if len(supervised) != len(plan) or len(plan) != plan.counts.rows or not all(type(count) is int for count in counts):
         raise ValueError("its arrays do not match")
     if bounds[0] != 0 or (np.diff(bounds) < 1).any():
         raise ValueError("its rows are not in order")

@@ -63,7 +63,7 @@ class Quotes:
         """Of the special tokens in a rendered text, those that are the template's. edges: see to what strings join to as well."""
         codes: dict[str, str] = {}  # what is guarded -> its guard
         guarded = [
-            {name: each if name == "role" else self._guarded(each, codes, edges) for name, each in message.items()}
+            {name: value if name == "role" else self._guarded(value, codes, edges) for name, value in message.items()}
             for message in messages
         ]
         guarded_tools = self._guarded(tools, codes, edges)
@@ -74,8 +74,10 @@ class Quotes:
                 "the chat holds characters that are none (U+FDD0 and its like) beside a special token; take them out"
             )
         with suppress(ValueError):  # a template may refuse the guarded chat
-            found, own = self._restored(render(guarded, guarded_tools)[0], {code: each for each, code in codes.items()})
-            if found == text:
+            restored, own = self._restored(
+                render(guarded, guarded_tools)[0], {code: original for original, code in codes.items()}
+            )
+            if restored == text:
                 return own
         raise ValueError(
             f"a message holds {min(codes, key=len)!r}, a special token or a part of one, and the chat template renders it "
@@ -86,12 +88,12 @@ class Quotes:
         if isinstance(value, str):
             return self._guard(value, codes, edges)
         if isinstance(value, list):
-            return [self._guarded(each, codes, edges) for each in value]
+            return [self._guarded(item, codes, edges) for item in value]
         if isinstance(value, dict):
             return {
                 # a type is what templates ask for, not what they write
-                self._guarded(name, codes, False): self._guarded(each, codes, edges and name != "type")
-                for name, each in value.items()
+                self._guarded(name, codes, False): self._guarded(item, codes, edges and name != "type")
+                for name, item in value.items()
             }
         return value
 
@@ -170,7 +172,7 @@ class QuotingEncoder(Encoder):
         return "".join([*out, text[at:]])
 
     def stream(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        wanted = found = 0
+        wanted = seen = 0
 
         def counted() -> Iterator[str]:
             nonlocal wanted
@@ -180,11 +182,11 @@ class QuotingEncoder(Encoder):
 
         for ids, starts in super().stream(counted()):
             special = ids >= self._first
-            found += int(special.sum())
+            seen += int(special.sum())
             ids = ids.copy()
             ids[special] = self._real[ids[special] - self._first]
             yield ids, starts
-        if wanted != found:
+        if wanted != seen:
             raise ValueError(
                 "this tokenizer cannot keep the template's special tokens apart from quoted ones; take those out"
             )

@@ -33,14 +33,14 @@ def split_parts(source: int, files: Files) -> list[Part]:
     target = min(max(total // 256, _LEAST), _MOST)
     pieces: list[Piece] = []
     for path in files.paths:
-        found = files.stamps[path]
+        stamp = files.stamps[path]
         cuts = [0, 1]
         if files.format == "jsonl":
-            cuts = [*range(0, found.bytes, target), found.bytes]
+            cuts = [*range(0, stamp.bytes, target), stamp.bytes]
         elif files.format == "parquet":
-            cuts = group_cuts(str(path), found, target)
-        each = max(1, found.bytes // (len(cuts) - 1))
-        pieces += [Piece(str(path), a, b, each, found) for a, b in pairwise(cuts)]
+            cuts = group_cuts(str(path), stamp, target)
+        piece_size = max(1, stamp.bytes // (len(cuts) - 1))
+        pieces += [Piece(str(path), a, b, piece_size, stamp) for a, b in pairwise(cuts)]
     parts, held, size = [], [], 0
     for piece in pieces:
         if held and size + piece.size > target:
@@ -137,11 +137,11 @@ def _line_number(piece: Piece, start: int) -> int:
 # txt
 
 
-def read_text(path: str, found: Stamp | None = None) -> Iterator[tuple[str, int]]:
+def read_text(path: str, stamp: Stamp | None = None) -> Iterator[tuple[str, int]]:
     """A file of text in pieces, each with the bytes it took."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
-    with open_steady(path, found) as file:
+    with open_steady(path, stamp) as file:
         while True:
             block = file.read(_CHUNK)
             held = len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
@@ -173,58 +173,58 @@ def open_dataset(source: Source) -> Any:
     name = source.path.removeprefix("hf:")
     try:
         if Path(name).expanduser().is_dir() and not source.path.startswith("hf:"):
-            found = datasets.load_from_disk(str(Path(name).expanduser()))
+            dataset = datasets.load_from_disk(str(Path(name).expanduser()))
         else:
-            found = datasets.load_dataset(name)
+            dataset = datasets.load_dataset(name)
     except Exception as error:  # whatever its many parts raise
         raise ValueError(f"the dataset {source.path} cannot be opened: {first_line(error)}") from None
-    if isinstance(found, dict):
-        splits = list(map(str, found))
+    if isinstance(dataset, dict):
+        splits = list(map(str, dataset))
         split = source.split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
         if split not in splits:
             asked = "" if split is None else f" no {split!r}{did_you_mean(split, splits)};"
             raise ValueError(
                 f"the dataset {source.path} has{asked} the splits {', '.join(splits)}; choose one with split"
             )
-        found = found[split]
-    return found
+        dataset = dataset[split]
+    return dataset
 
 
 def dataset_parts(number: int, source: Source) -> tuple[list[Part], str, Files]:
     """Parts of a dataset, its fingerprint, and its files."""
-    found = open_dataset(source)
-    size = int(found.data.nbytes)
-    count = max(1, min(-(-size // _LEAST), 256, len(found)))
-    cuts = [len(found) * i // count for i in range(count + 1)]
+    dataset = open_dataset(source)
+    size = int(dataset.data.nbytes)
+    count = max(1, min(-(-size // _LEAST), 256, len(dataset)))
+    cuts = [len(dataset) * i // count for i in range(count + 1)]
     pieces = [Piece(source.path, a, b, size // count) for a, b in pairwise(cuts)]
     parts = [Part(number, "datasets", (piece,)) for piece in pieces]
-    return parts, str(found._fingerprint), dataset_files(source, found)
+    return parts, str(dataset._fingerprint), dataset_files(source, dataset)
 
 
-def dataset_files(source: Source, found: Any = None) -> Files:
+def dataset_files(source: Source, dataset: Any = None) -> Files:
     """The files a dataset is read from, and what else lies in a saved folder: its other splits, and what is none of it."""
-    found = open_dataset(source) if found is None else found
-    read = [Path(each["filename"]).resolve() for each in found.cache_files]
+    dataset = open_dataset(source) if dataset is None else dataset
+    read = [Path(entry["filename"]).resolve() for entry in dataset.cache_files]
     folder = Path(source.path).expanduser()
     left_out: LeftOut = {}
     if not source.path.startswith("hf:") and folder.is_dir():
         inside = sorted(Path(where).resolve() / name for where, _, names in os.walk(folder) for name in names)
-        about = {each.parent / name for each in read for name in ("state.json", "dataset_info.json")}
-        read += [each for each in inside if each in about and each not in read]
-        others = [each for each in inside if each not in set(read) and each.name not in _ABOUT]
+        about = {path.parent / name for path in read for name in ("state.json", "dataset_info.json")}
+        read += [path for path in inside if path in about and path not in read]
+        others = [path for path in inside if path not in set(read) and path.name not in _ABOUT]
         if others:
-            left_out[OTHER_SPLIT] = [os.path.relpath(each, folder.resolve()) for each in others]
+            left_out[OTHER_SPLIT] = [os.path.relpath(path, folder.resolve()) for path in others]
     read = sorted(set(read))
-    return Files("datasets", tuple(read), {each: stamp(each) for each in read}, left_out)
+    return Files("datasets", tuple(read), {path: stamp(path) for path in read}, left_out)
 
 
 def _datasets(piece: Piece, source: Source, columns: list[str] | None) -> Iterator[Record]:
-    found = open_dataset(source)
+    dataset = open_dataset(source)
     if columns is not None:
-        found = found.select_columns([name for name in columns if name in found.column_names])
-    each = piece.size // max(1, piece.stop - piece.start)
+        dataset = dataset.select_columns([name for name in columns if name in dataset.column_names])
+    row_size = piece.size // max(1, piece.stop - piece.start)
     for row in range(piece.start, piece.stop, 64):
-        block = found[row : min(row + 64, piece.stop)]
+        block = dataset[row : min(row + 64, piece.stop)]
         for at in range(len(next(iter(block.values())))):
             values = {name: column[at] for name, column in block.items()}
-            yield Record(values, lambda row=row + at: f"{source.path}, row {row:,}", each)
+            yield Record(values, lambda row=row + at: f"{source.path}, row {row:,}", row_size)

@@ -48,16 +48,16 @@ class Recall(OneDocument):
     values: int = 8
 
     def __post_init__(self) -> None:
-        found = []
+        violations = []
         if self.rows < 1:
-            found.append(f"rows={self.rows} must be at least 1")
-        found += self.tokens.violations(self.vocabulary)
+            violations.append(f"rows={self.rows} must be at least 1")
+        violations += self.tokens.violations(self.vocabulary)
         if self.context < 8 * max(self.keys, 2):
-            found.append(
+            violations.append(
                 f"context={self.context} is too short: the first eighth states {self.keys} facts; use at least "
                 f"{8 * max(self.keys, 2)} tokens"
             )
-        require(found, "this recall task cannot be made")
+        require(violations, "this recall task cannot be made")
 
     @property
     def chance(self) -> float:

@@ -105,7 +105,7 @@ def prompt_ids(asked: str, encoders: Encoders) -> list[int]:
 
         rendered = _quoted([{"role": "user", "content": asked}], None, render, encoders)
     pieces = rendered.encoder.stream(rendered.encoder.pieces(rendered.text))
-    return [*before, *(int(each) for ids, _ in pieces for each in ids), *after]
+    return [*before, *(int(token) for ids, _ in pieces for token in ids), *after]
 
 
 def encode_text(text: str, spans: Spans | None, kind: str, encoder: Encoder, eos: bool) -> Iterator[Tokens]:
@@ -183,7 +183,7 @@ def _numbers(value: Any, column: str) -> np.ndarray:
         raise ValueError(f"the column {column!r} is a {type(value).__name__}, not a list of token ids: {_short(value)}")
     array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        odd = next((each for each in value if not isinstance(each, int) or isinstance(each, bool)), value)
+        odd = next((item for item in value if not isinstance(item, int) or isinstance(item, bool)), value)
         raise ValueError(f"the column {column!r} holds {_short(odd)}, which is no token id; ids are whole numbers")
     return array.astype(np.int64)
 

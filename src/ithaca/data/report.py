@@ -53,11 +53,11 @@ def describe(packed: Packed) -> dict[str, Any]:
 def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     """Documents and tokens by length, in powers of two."""
     power = np.frexp(lengths)[1] - 1  # 2^power ≤ length < 2^(power + 1)
-    found = []
-    for each in range(int(power.min()), int(power.max()) + 1):
-        inside = lengths[power == each]
-        found.append({"from": 1 << each, "documents": len(inside), "tokens": int(inside.sum())})
-    return found
+    bins = []
+    for exponent in range(int(power.min()), int(power.max()) + 1):
+        inside = lengths[power == exponent]
+        bins.append({"from": 1 << exponent, "documents": len(inside), "tokens": int(inside.sum())})
+    return bins
 
 
 def rows_at(
@@ -65,19 +65,19 @@ def rows_at(
 ) -> list[dict[str, Any]]:
     """The row plan of every source, in counts. keep: leave the plans in the folder for training."""
     plan = open_plan if keep else make_plan
-    found = []
+    summaries = []
     for number, source in enumerate(packed.manifest["sources"]):
         counts = plan(packed, context, long_documents=long_documents, seed=seed, source=number).counts
-        found.append({"source": source["name"], "context": context, **asdict(counts), "full": counts.full})
-    return found
+        summaries.append({"source": source["name"], "context": context, **asdict(counts), "full": counts.full})
+    return summaries
 
 
 def sample(packed: Packed, tokenizer: Any | None, count: int = 3) -> list[dict[str, Any]]:
     """The beginnings of a few documents, spread over the folder; supervised parts marked where not all is."""
     documents = len(packed.offsets) - 1
-    found = []
-    for document in sorted({documents * each // count for each in range(count)}):
-        start, stop = (int(each) for each in packed.offsets[document : document + 2])
+    samples = []
+    for document in sorted({documents * number // count for number in range(count)}):
+        start, stop = (int(offset) for offset in packed.offsets[document : document + 2])
         end = min(stop, start + _SAMPLE)
         ids, seen = packed.read(start, end), packed.mask(start, end)
         parts = [
@@ -88,14 +88,14 @@ def sample(packed: Packed, tokenizer: Any | None, count: int = 3) -> list[dict[s
             }
             for supervised, part in _runs(ids, seen)
         ]
-        found.append({"document": document, "tokens": stop - start, "shown": end - start, "parts": parts})
-    return found
+        samples.append({"document": document, "tokens": stop - start, "shown": end - start, "parts": parts})
+    return samples
 
 
 def _runs(ids: np.ndarray, seen: np.ndarray | None) -> Iterator[tuple[bool, np.ndarray]]:
     if seen is None:
         seen = np.ones(len(ids), bool)
-    for part, flags in zip(*(np.split(each, np.flatnonzero(np.diff(seen)) + 1) for each in (ids, seen)), strict=True):
+    for part, flags in zip(*(np.split(array, np.flatnonzero(np.diff(seen)) + 1) for array in (ids, seen)), strict=True):
         yield bool(flags[0]), part
 
 

@@ -125,7 +125,7 @@ class Rows:
     def read_slice(self, row: int, tokens: np.ndarray) -> Slice:
         """Tokens of a row by index, as `Layout.tokens` gives them. Only the contiguous ranges among them are read."""
         parts = [self.read(row, start, stop) for start, stop in ranges(np.asarray(tokens))]
-        return Slice(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        return Slice(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def ranges(indices: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -145,11 +145,11 @@ def positions_of(documents: list[int], start: int, stop: int) -> np.ndarray:
 
 def open_rows(packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0) -> list[Rows]:
     """The rows of every source of a packed folder, for a `Stream` to mix."""
-    found = []
+    rows = []
     for number, about in enumerate(packed.manifest["sources"]):
         plan = open_plan(packed, context, long_documents=long_documents, seed=seed, source=number)
-        found.append(Rows(packed, plan, about["name"]))
-    return found
+        rows.append(Rows(packed, plan, about["name"]))
+    return rows
 
 
 class Stream:

@@ -71,13 +71,13 @@ def check_files(packed: Packed, remembered: Path, say: Callable[[str], None]) ->
     known = known if isinstance(known, dict) else {}
     seen = known.get(key)
     total = sum(about["bytes"] for about in packed.manifest["files"].values())
-    done, told = 0, time.monotonic()
+    done, last_report = 0, time.monotonic()
 
     def progress(size: int) -> None:
-        nonlocal done, told
+        nonlocal done, last_report
         done += size
-        if time.monotonic() - told > _OFTEN:
-            told = time.monotonic()
+        if time.monotonic() - last_report > _OFTEN:
+            last_report = time.monotonic()
             say(f"checking {packed.folder}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
 
     now = packed.verify(seen if isinstance(seen, dict) else None, progress)
@@ -134,20 +134,20 @@ class Loader:
     def batches(self, step: int, last: bool = False) -> list[Batch]:
         """The micro-batches of a step. Unless it is the last, the next one is read meanwhile."""
         if self._next is not None and self._next[0] == step:
-            found = self._next[1].result()
+            batches = self._next[1].result()
         else:
-            found = self._read(step)
+            batches = self._read(step)
         self._next = None if last else (step + 1, self._thread.submit(self._read, step + 1))
-        return found
+        return batches
 
     def _read(self, step: int) -> list[Batch]:
         faults.reach("data", step + 1)
         samples = self.samples(step)
-        each = self.rows // self.accumulation
+        batch_size = self.rows // self.accumulation
         vocabulary = self.run.decoder.config.vocab_size
         return [
-            batch_from_rows(self.stream, samples[at : at + each], self.run.mesh, self.run.stack, vocabulary)
-            for at in range(0, self.rows, each)
+            batch_from_rows(self.stream, samples[at : at + batch_size], self.run.mesh, self.run.stack, vocabulary)
+            for at in range(0, self.rows, batch_size)
         ]
 
     def close(self) -> None:

@@ -124,11 +124,11 @@ def tell_kind(source: Source, columns: Iterable[str], where: str) -> str:
 
 def sources_of(configured: Iterable[Any]) -> list[Source]:
     """Sources as the `data.sources` of a config lists them. Synthetic ones are not packed and left to the caller."""
-    found = []
-    for each in configured:
-        if each.path is None:
+    sources = []
+    for entry in configured:
+        if entry.path is None:
             continue
-        names = {"text": each.columns.text, "messages": each.columns.messages, "input_ids": each.columns.tokens}
+        names = {"text": entry.columns.text, "messages": entry.columns.messages, "input_ids": entry.columns.tokens}
         columns = {name: column for name, column in names.items() if column != name}
-        found.append(Source(each.path, each.format, columns, "chat" if each.chat else None, each.split))
-    return found
+        sources.append(Source(entry.path, entry.format, columns, "chat" if entry.chat else None, entry.split))
+    return sources

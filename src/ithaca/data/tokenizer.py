@@ -93,7 +93,9 @@ def tokenizer_parts(tokenizer: Any, chat_template: str | None = None) -> Tokeniz
         vocabulary=max(len(tokenizer), added + 1, max(tokenizer.get_vocab().values()) + 1),
         chat_template=template,
         special_tokens=dict(tokenizer.special_tokens_map),
-        special={each.content: number for number, each in backend.get_added_tokens_decoder().items() if each.special},
+        special={
+            token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special
+        },
     )
 
 
@@ -111,12 +113,12 @@ def _around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def fingerprint(parts: TokenizerParts) -> dict[str, str]:
     """SHA-256 of each part and of all of them."""
-    found = {
+    digests = {
         "vocabulary": _hash(json.loads(parts.backend)),
         "special_tokens": _hash([parts.special_tokens, parts.prefix, parts.suffix, parts.eos]),
         "chat_template": _hash(parts.chat_template),
     }
-    return {**found, "all": _hash(found)}
+    return {**digests, "all": _hash(digests)}
 
 
 def _hash(value: Any) -> str:
@@ -137,14 +139,14 @@ def check_tokenizer(packed: Packed, tokenizer: Any, name: str = "the model") -> 
         return  # ids were given, there is nothing to compare; check_vocabulary still holds
     chats = any(source["kind"] == "chat" for source in packed.manifest["sources"])
     template = packed.manifest["settings"]["chat_template"]
-    found = differing(about["sha256"], fingerprint(tokenizer_parts(tokenizer, template)), chats=chats)
-    if found:
+    parts = differing(about["sha256"], fingerprint(tokenizer_parts(tokenizer, template)), chats=chats)
+    if parts:
         import tokenizers
 
         versions = ""
         if about["tokenizers"] != tokenizers.__version__:
             versions = f" (tokenizers {about['tokenizers']} then, {tokenizers.__version__} now)"
         raise ValueError(
-            f"{packed.folder} was packed with another tokenizer ({about['name']}) than that of {name}: {' and '.join(found)} "
+            f"{packed.folder} was packed with another tokenizer ({about['name']}) than that of {name}: {' and '.join(parts)} "
             f"differ{versions}. Its tokens would mean something else to the model; pack the data again with this tokenizer"
         )

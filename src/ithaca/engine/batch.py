@@ -80,8 +80,8 @@ def shard_batch(
     real = where < length
     take = where.clamp(max=length - 1)
     device = mesh.device
-    mine = None if lengths is None else lengths[own]
-    place = positions(mine, len(range(*own.indices(rows))), layout.padded)
+    own_lengths = None if lengths is None else lengths[own]
+    place = positions(own_lengths, len(range(*own.indices(rows))), layout.padded)
     if lengths is None:
         place = place[:1]  # the same in every row
     padded = not bool(real.all())
@@ -93,7 +93,7 @@ def shard_batch(
         positions=place[:, where].to(device),
         valid=valid,
         layout=layout,
-        documents=mine,
+        documents=own_lengths,
         longest=length if lengths is None else max(max(row) for row in lengths),
         supervised=supervised,
         tokens=rows * length,

@@ -43,7 +43,7 @@ def model_config(options: Model, context: int) -> Any:
     if context > longest:
         if options.rope is None and not (options.random_init or preset):
             raise ValueError(_too_long(context, longest))
-        kinds = {each.get("rope_type") for each in _tables(config.rope_parameters)}
+        kinds = {table.get("rope_type") for table in _tables(config.rope_parameters)}
         if "dynamic" not in kinds:  # there this number is the length that stretching begins at
             config.max_position_embeddings = context
     config.use_cache = False
@@ -60,7 +60,7 @@ def model_name(options: Model) -> str:
 
 def _tables(parameters: Any) -> list[Any]:
     """Rotary settings; Gemma 3 has one table per kind of layer."""
-    parts = [each for each in parameters.values() if isinstance(each, dict)]
+    parts = [value for value in parameters.values() if isinstance(value, dict)]
     return parts if parts and "rope_type" not in parameters else [parameters]
 
 
@@ -68,14 +68,14 @@ def _with_rope(parameters: Any, options: Model) -> Any:
     assert options.rope is not None
     if _tables(parameters) == [parameters]:
         return options.rope.over(parameters)
-    return {kind: options.rope.over(each) for kind, each in parameters.items()}
+    return {kind: options.rope.over(table) for kind, table in parameters.items()}
 
 
 def _check_rope(options: Model, config: Any) -> None:
     """Settings that contradict the model: it was not trained at the length they say."""
     assert options.rope is not None
     native = getattr(config, "max_position_embeddings", None)
-    own = [each.get("original_max_position_embeddings") for each in _tables(config.rope_parameters)]
+    own = [table.get("original_max_position_embeddings") for table in _tables(config.rope_parameters)]
     said = options.rope.original_max_position_embeddings
     if said is not None and native is not None and said > native and said not in own:
         raise ValueError(

@@ -97,7 +97,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return max(sum(each.values()) for each in self.phases.values())
+        return max(sum(holders.values()) for holders in self.phases.values())
 
     @property
     def peak_phase(self) -> str:

@@ -20,9 +20,9 @@ WAIT = timedelta(seconds=60)  # for the other ranks to call it too; they come fr
 
 def keep_saving(model: nn.Module) -> None:
     """Let `save_pretrained` work on shards."""
-    for each in {id(m): m for m in (model, getattr(model, "get_base_model", lambda: model)())}.values():
-        each._save_before_ithaca = each.save_pretrained  # pyright: ignore[reportArgumentType]
-        each.save_pretrained = MethodType(_save, each)  # pyright: ignore[reportArgumentType]
+    for module in {id(m): m for m in (model, getattr(model, "get_base_model", lambda: model)())}.values():
+        module._save_before_ithaca = module.save_pretrained  # pyright: ignore[reportArgumentType]
+        module.save_pretrained = MethodType(_save, module)  # pyright: ignore[reportArgumentType]
 
 
 def _save(model: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
@@ -54,8 +54,8 @@ def _is_whole(value: Tensor) -> bool:
 def _meet() -> None:
     """All ranks are here, or an error: a gather that one rank begins alone never ends."""
     store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    mine = f"ithaca/save_pretrained/rank{dist.get_rank()}"  # how often this rank has met the others
-    key = f"ithaca/save_pretrained/{store.add(mine, 0)}"
+    counter = f"ithaca/save_pretrained/rank{dist.get_rank()}"  # how often this rank has met the others
+    key = f"ithaca/save_pretrained/{store.add(counter, 0)}"
     if store.add(key, 1) == world:
         store.set(f"{key}/all", "1")
     try:
@@ -66,4 +66,4 @@ def _meet() -> None:
             f"save_pretrained gathers the shards of all {world} ranks, but {here} called it within {WAIT.seconds} s; call it on "
             "every rank (rank 0 writes), not inside `if rank == 0`"
         ) from None
-    store.add(mine, 1)
+    store.add(counter, 1)

@@ -72,11 +72,11 @@ def _try(act: Callable[[], Any], as_error: Callable[[Exception], Exception] | No
     try:
         return act(), None
     except Exception as error:  # whatever it is, it must not hang the other ranks
-        told = error if as_error is None else as_error(error)
-        if told is not error or isinstance(error, (ValueError, OSError, Failed)):
+        failure = error if as_error is None else as_error(error)
+        if failure is not error or isinstance(error, (ValueError, OSError, Failed)):
             # of ours its own kind: others, such as UnicodeDecodeError, cannot be made from words alone
-            kind = type(told) if type(told).__module__.startswith("ithaca.") else ValueError
-            return None, (kind, code_of(told), str(told))
+            kind = type(failure) if type(failure).__module__.startswith("ithaca.") else ValueError
+            return None, (kind, code_of(failure), str(failure))
         log.exception("unexpected")
         code = code_of(error)  # memory that ran out is told as such
         return None, (RuntimeError if code == 1 else Failed, code, f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ their global count. Every rank returns the same value, and backward leaves gradi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +27,19 @@ from .attention.head_schedule import Stage
 from .attention.stages import Shape, StagedAttention
 from .batch import Batch, shard_batch
 from .comm import total
+from .cost import RankCost
 from .fsdp import recover
+from .job import Job
 from .layer.apply import run_layer
 from .layer.call import LayerCall
-from .limits import loss_tile
+from .layer.cost import stored as bytes_stored
+from .limits import BF16, loss_tile
 from .mesh import Mesh
 from .model.adapter import Decoder, Layer
 from .model.fingerprint import Fingerprint
 from .model.projection import bind_linear
 from .model.rope import Positions
+from .model.sizes import sizes_of
 from .objective.cross_entropy import LossKernel, LossTerms, cap, tiled_loss, tiled_scores
 from .offload.store import GpuStore, Store
 from .own_time import OwnTime
@@ -110,28 +115,28 @@ class Run:
             )
         require(problems, "this loss cannot be computed")
         self.busy = True
-        mine: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms)))
+        local_loss: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms)))
         self.busy = False
-        self.part = mine.detach()
-        if torch.is_grad_enabled() and not mine.requires_grad:
-            mine = _Frozen.apply(mine, torch.zeros((), requires_grad=True))  # pyright: ignore[reportAssignmentType]
+        self.part = local_loss.detach()
+        if torch.is_grad_enabled() and not local_loss.requires_grad:
+            local_loss = _Frozen.apply(local_loss, torch.zeros((), requires_grad=True))  # pyright: ignore[reportAssignmentType]
         shards = [] if self.mesh.parameters is None else [p for p in self.model.parameters() if p.requires_grad]
-        return _GlobalSum.apply(mine, self, *shards)  # pyright: ignore[reportReturnType]
+        return _GlobalSum.apply(local_loss, self, *shards)  # pyright: ignore[reportReturnType]
 
     def _violations(self) -> list[str]:
         """What has changed since `prepare`, and modes of torch in which a forward would go wrong later."""
-        found = [] if self.fingerprint is None else self.fingerprint.changes()
+        problems = [] if self.fingerprint is None else self.fingerprint.changes()
         if torch.is_autocast_enabled(self.mesh.device.type):
-            found.append(
+            problems.append(
                 "torch.autocast is on, but backward computes parts of the forward again outside of it, in another dtype; "
                 "leave the context and choose the compute dtype with prepare(dtype=...)"
             )
         if torch.is_inference_mode_enabled() and self.mesh.parameters is not None:
-            found.append(
+            problems.append(
                 "torch.inference_mode is on, and what FSDP2 gathers first inside of it is of no use outside; use "
                 "torch.no_grad()"
             )
-        return found
+        return problems
 
     def _recover(self) -> None:
         """The last forward or backward ended in an exception that the caller survived."""
@@ -167,9 +172,9 @@ class Run:
             return self.decoder.head(x, Request(lambda x: self._scores(x, batch.labels)))
 
         self.busy = True
-        found: tuple[Tensor, Tensor] = self.decoder.model(Request(compute))
+        scores: tuple[Tensor, Tensor] = self.decoder.model(Request(compute))
         self.busy = False
-        return found
+        return scores
 
     def _scores(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         head = bind_linear(self.decoder.head)
@@ -212,10 +217,10 @@ class Run:
                 kernel=self.loss_kernel,
             )
 
-        mine = self.decoder.head(x, Request(compute))
+        loss = self.decoder.head(x, Request(compute))
         if routing:
-            mine = mine + self._balance_loss(routing, batch) * (batch.supervised / count)
-        return faults.spoil(mine)
+            loss = loss + self._balance_loss(routing, batch) * (batch.supervised / count)
+        return faults.spoil(loss)
 
     @holds("residual")
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -281,18 +286,14 @@ class Run:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
         if self.stack.offload == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
             return
-        projector = self.decoder.layers[0].projector
-        attended = x.shape[0] * x.shape[1] * projector.heads * projector.head_dim * x.element_size()
-        most = max(sum(len(stage.queries[self.mesh.ulysses.rank]) for stage in self.schedule), 1)
-        lse = x.shape[0] * x.shape[1] * self.mesh.ulysses.size * most * 4
-        layers = [layer.index for layer in self.decoder.layers if self.stack.store_of(layer.index) != "gpu"]
-        keeping = sum(self.stack.recompute_of(layer) == "keep_attention" for layer in layers)
-        need = x.numel() * x.element_size() * len(layers) + (attended + lse) * keeping
-        if any(self.stack.engine_of(layer) == "streamed" for layer in layers):
-            # in backward one layer's gradient of it passes through the store as well, and the fp32 sums of KV gradients
-            shared = max(len(stage.kv[self.mesh.ulysses.rank]) for stage in self.schedule)
-            need += attended + 8 * x.shape[0] * x.shape[1] * self.mesh.ulysses.size * shared * projector.head_dim
-        per_host = min(self.mesh.world.size, torch.cuda.device_count() if x.is_cuda else self.mesh.world.size)
+        context, rows = x.shape[1] * self.stack.context_ranks, x.shape[0] * self.mesh.data.size
+        sizes = sizes_of(self.decoder.config.to_dict(), "this model")
+        stored = bytes_stored(RankCost(Job(sizes, self.stack, context, self.mesh.world.size, rows)))
+        need = stored[self.stack.offload] * x.element_size() // BF16  # which is what is counted in
+        ranks = self.mesh.world.size
+        per_host = min(
+            ranks, int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if x.is_cuda else ranks))
+        )
         on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * per_host), _no_room)
         self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
 
@@ -316,8 +317,8 @@ class _Frozen(torch.autograd.Function):
     """A loss that nothing can be learned from: it may be looked at, and backward says why it cannot be."""
 
     @staticmethod
-    def forward(ctx, mine: Tensor, anything: Tensor) -> Tensor:
-        return mine.detach()
+    def forward(ctx, local_loss: Tensor, anything: Tensor) -> Tensor:
+        return local_loss.detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -334,9 +335,9 @@ class _GlobalSum(torch.autograd.Function):
     itself, in a whole backward. torch.autograd.grad would return nothing for them."""
 
     @staticmethod
-    def forward(ctx, mine: Tensor, run: Run, *shards: Tensor) -> Tensor:
+    def forward(ctx, local_loss: Tensor, run: Run, *shards: Tensor) -> Tensor:
         ctx.run, ctx.spent, ctx.shards = run, False, len(shards)
-        return total(mine.detach(), run.mesh.world)
+        return total(local_loss.detach(), run.mesh.world)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]

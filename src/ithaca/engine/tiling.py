@@ -75,9 +75,9 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Gradients by `inputs`, None for those that need none or took no part (an expert without tokens)."""
     wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
-    found: list[Tensor | None] = [None] * len(inputs)
+    derivatives: list[Tensor | None] = [None] * len(inputs)
     if wanted:
         values = torch.autograd.grad(outputs, [inputs[i] for i in wanted], grads, allow_unused=True)
         for i, value in zip(wanted, values, strict=True):
-            found[i] = value
-    return tuple(found)
+            derivatives[i] = value
+    return tuple(derivatives)

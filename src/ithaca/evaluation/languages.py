@@ -180,10 +180,10 @@ class Words:
         return max(self.tokenizer.get_vocab().values())
 
     def _encode(self, text: str) -> np.ndarray:
-        found = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
-        if not len(found):
+        ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+        if not len(ids):
             raise ValueError(f"the tokenizer makes no token of {text!r}; ask with eval.language=ids instead")
-        return found
+        return ids
 
     def _subject(self, key: int) -> str:
         return f"{_KINDS[key % len(_KINDS)]} {_THINGS[key // len(_KINDS)]}"

@@ -77,12 +77,14 @@ def _phase(config: Config, step: int) -> list[str]:
     from ..config.curriculum import phase_at
 
     phase = phase_at(config, step)
-    found = ["phases=[]", f"data.context={phase.data.context}", f"train.steps={phase.train.steps}"]
+    overrides = ["phases=[]", f"data.context={phase.data.context}", f"train.steps={phase.train.steps}"]
     if phase.model.rope is not None:
-        given = {each.name: getattr(phase.model.rope, each.name) for each in fields(phase.model.rope)}
-        found += [f"model.rope.{name}={as_yaml(value)}" for name, value in given.items() if value is not None]
-    sources = [{"path": each.path} if each.path else {"synthetic": each.synthetic} for each in phase.data.sources]
-    return [*found, f"data.sources={json.dumps(sources)}"]
+        given = {field.name: getattr(phase.model.rope, field.name) for field in fields(phase.model.rope)}
+        overrides += [f"model.rope.{name}={as_yaml(value)}" for name, value in given.items() if value is not None]
+    sources = [
+        {"path": source.path} if source.path else {"synthetic": source.synthetic} for source in phase.data.sources
+    ]
+    return [*overrides, f"data.sources={json.dumps(sources)}"]
 
 
 def _newest(folder: Path) -> Path:

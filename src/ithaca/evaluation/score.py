@@ -45,21 +45,21 @@ def score_rows(
     edges: where ranges of positions begin, ascending from 0; the last has no end. before: called before each forward.
     """
     groups, vocabulary = run.mesh.data.size, run.decoder.config.vocab_size
-    each = max(1, min(tokens // source.context, -(-len(rows) // groups)))
+    per_group = max(1, min(tokens // source.context, -(-len(rows) // groups)))
     by_row = torch.zeros(len(rows), 3, dtype=torch.float64, device=run.mesh.device)
     by_range = torch.zeros(len(edges), 3, dtype=torch.float64, device=run.mesh.device)
     limits = torch.tensor(list(edges)[1:], dtype=torch.int64, device=run.mesh.device)
-    for start in range(0, len(rows), each * groups):
+    for start in range(0, len(rows), per_group * groups):
         before()
-        numbers = [min(start + place, len(rows) - 1) for place in range(each * groups)]
+        numbers = [min(start + place, len(rows) - 1) for place in range(per_group * groups)]
         batch = batch_from_rows(source, [rows[number] for number in numbers], run.mesh, run.stack, vocabulary)
         losses, hits = run.score(batch)
-        first = start + run.mesh.data.rank * each
-        mine = max(0, min(each, len(rows) - first))  # behind the last row come copies of it
-        counted = batch.labels[:mine] != IGNORE
-        values = torch.stack((losses[:mine].double(), hits[:mine].double(), counted.double()), -1)
-        by_row[first : first + mine] += values.sum(1)
-        where = torch.bucketize(batch.positions.contiguous(), limits, right=True).expand_as(batch.labels)[:mine]
+        first = start + run.mesh.data.rank * per_group
+        real = max(0, min(per_group, len(rows) - first))  # behind the last row come copies of it
+        counted = batch.labels[:real] != IGNORE
+        values = torch.stack((losses[:real].double(), hits[:real].double(), counted.double()), -1)
+        by_row[first : first + real] += values.sum(1)
+        where = torch.bucketize(batch.positions.contiguous(), limits, right=True).expand_as(batch.labels)[:real]
         by_range.index_add_(0, where.flatten(), values.flatten(0, 1))
     return Scored(total(by_row, run.mesh.world).cpu(), total(by_range, run.mesh.world).cpu())
 

@@ -112,12 +112,12 @@ def _run(run: Run, suite: Suite, step: int, before: Callable[[str], bool]) -> di
             "samples": suite.samples,
             "mean": _mean([cell["accuracy"] for row in cells for cell in row]),
         }
-    found = []
+    results = []
     for task in suite.tasks:
         sums = _answers(run, task, suite, ask)
-        found.append({"task": task.kind, "length": task.context, **sums, "samples": suite.samples})
-    if found:
-        record["tasks"] = found
+        results.append({"task": task.kind, "length": task.context, **sums, "samples": suite.samples})
+    if results:
+        record["tasks"] = results
     record["seconds"] = round(time.perf_counter() - begin, 3)
     return record
 
@@ -155,12 +155,12 @@ def _mean(values: list[float]) -> float:
 
 def headline(record: dict[str, Any]) -> dict[str, float]:
     """The few numbers of an evaluation that make curves."""
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     if "held_out" in record:
-        found["held_out"] = record["held_out"]["loss"]
+        scores["held_out"] = record["held_out"]["loss"]
     if "needle" in record:
-        found["needle"] = record["needle"]["mean"]
-        found["needle_longest"] = _mean(record["needle"]["accuracy"][-1])
-    for kind in dict.fromkeys(each["task"] for each in record.get("tasks", [])):
-        found[kind] = _mean([each["accuracy"] for each in record["tasks"] if each["task"] == kind])
-    return found
+        scores["needle"] = record["needle"]["mean"]
+        scores["needle_longest"] = _mean(record["needle"]["accuracy"][-1])
+    for kind in dict.fromkeys(result["task"] for result in record.get("tasks", [])):
+        scores[kind] = _mean([result["accuracy"] for result in record["tasks"] if result["task"] == kind])
+    return scores

@@ -104,7 +104,7 @@ class Task(OneDocument):
     def _multi_key(self, key: int) -> Sample:
         count = min(DISTRACTORS, self.language.keys)
         subjects, values = self._keys(key, count), self._values(key, count)
-        facts = [self.language.fact(*each) for each in zip(subjects, values, strict=True)]
+        facts = [self.language.fact(*pair) for pair in zip(subjects, values, strict=True)]
         asked = _below(mix(key, 3), count)
         question, answer = self.language.question(subjects[asked]), self.language.answer([values[asked]])
         return self._text(key, facts, question, answer)

@@ -15,9 +15,9 @@ def describe(record: dict[str, Any]) -> str:
             f"{held_out['accuracy']:.1%}, {held_out['tokens']:,} tokens"
         )
         rows = [
-            [f"{format_tokens(each['from'])} to {format_tokens(each['to'])}", f"{each['loss']:.4f}",
-             f"{each['perplexity']:,.2f}", f"{each['accuracy']:.1%}", f"{each['tokens']:,}"]
-            for each in held_out["positions"]
+            [f"{format_tokens(span['from'])} to {format_tokens(span['to'])}", f"{span['loss']:.4f}",
+             f"{span['perplexity']:,.2f}", f"{span['accuracy']:.1%}", f"{span['tokens']:,}"]
+            for span in held_out["positions"]
         ]  # fmt: skip
         parts.append(_table(["position", "loss", "perplexity", "right", "tokens"], rows))
     if needle := record.get("needle"):
@@ -30,9 +30,9 @@ def describe(record: dict[str, Any]) -> str:
     if tasks := record.get("tasks"):
         parts.append("tasks: answer tokens right, whole answers right, log-probability of a token")
         rows = [
-            [each["task"], format_tokens(each["length"]), f"{each['accuracy']:.1%}", f"{each['exact']:.1%}",
-             f"{each['log_probability']:.3f}"]
-            for each in tasks
+            [result["task"], format_tokens(result["length"]), f"{result['accuracy']:.1%}", f"{result['exact']:.1%}",
+             f"{result['log_probability']:.3f}"]
+            for result in tasks
         ]  # fmt: skip
         parts.append(_table(["task", "length", "tokens", "answers", "log p"], rows))
     return "\n".join(parts)

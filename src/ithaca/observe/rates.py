@@ -123,7 +123,7 @@ def largest(values: Mapping[str, float | None], group: Group, device: torch.devi
     numbers = [float("-inf") if value is None else float(value) for value in values.values()]
     together = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group.pg)
-    found: dict[str, Any] = {}
-    for (name, mine), most in zip(values.items(), together.tolist(), strict=True):
-        found[name] = None if most == float("-inf") else most if isinstance(mine, float) else int(most)
-    return found
+    maxima: dict[str, Any] = {}
+    for (name, value), most in zip(values.items(), together.tolist(), strict=True):
+        maxima[name] = None if most == float("-inf") else most if isinstance(value, float) else int(most)
+    return maxima

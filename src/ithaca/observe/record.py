@@ -58,7 +58,7 @@ class StepRecord:
     @classmethod
     def shown(cls) -> dict[str, Shown]:
         """By the name of the field."""
-        return {each.name: each.metadata["shown"] for each in fields(cls) if "shown" in each.metadata}
+        return {metric.name: metric.metadata["shown"] for metric in fields(cls) if "shown" in metric.metadata}
 
     def line(self) -> dict[str, Any]:
         """The fields as metrics.jsonl has them: with the time, and eval_loss only after an evaluation."""

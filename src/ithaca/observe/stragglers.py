@@ -42,13 +42,13 @@ class Stragglers:
         self._steps.append(tuple(own))
         if len(own) < 3 or len(self._steps) < WINDOW:  # of two ranks, who is the slow one?
             return None
-        each = [median(times) for times in zip(*self._steps, strict=True)]
-        usual = median(each)
-        rank = max(range(len(each)), key=each.__getitem__)
-        if usual <= 0 or each[rank] < SLOWER * usual or each[rank] - usual < FELT * step:
+        medians = [median(times) for times in zip(*self._steps, strict=True)]
+        usual = median(medians)
+        rank = max(range(len(medians)), key=medians.__getitem__)
+        if usual <= 0 or medians[rank] < SLOWER * usual or medians[rank] - usual < FELT * step:
             self._named = None
             return None
         if rank == self._named:
             return None
         self._named = rank
-        return Straggler(rank, each[rank] / usual, each[rank], usual)
+        return Straggler(rank, medians[rank] / usual, medians[rank], usual)

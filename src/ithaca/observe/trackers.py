@@ -149,7 +149,9 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        shown = {name: each if isinstance(each, int | float) else self._image(each) for name, each in values.items()}
+        shown = {
+            name: value if isinstance(value, int | float) else self._image(value) for name, value in values.items()
+        }
         self._run.log({"step": step, **shown})
 
     def close(self) -> None:
@@ -175,10 +177,10 @@ def _run_id(file: Path) -> str:
 
 def open_trackers(folder: RunFolder, log: Log, name: str, settings: Mapping[str, Any]) -> list[Background]:
     """The trackers that a config asks for."""
-    found = []
+    trackers = []
     if log.tensorboard:
-        found.append(Background("TensorBoard", lambda step: TensorBoard(folder.path / "tensorboard", step)))
+        trackers.append(Background("TensorBoard", lambda step: TensorBoard(folder.path / "tensorboard", step)))
     if log.wandb is not None:
         project = log.wandb
-        found.append(Background("wandb", lambda step: Wandb(project, name, folder.path, settings)))
-    return found
+        trackers.append(Background("wandb", lambda step: Wandb(project, name, folder.path, settings)))
+    return trackers

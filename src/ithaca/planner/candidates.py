@@ -41,7 +41,7 @@ def candidates(
 def _layers(model: ModelSizes, hardware: Hardware, tokens: int, base: dict[str, Any]) -> Iterator[Stack]:
     per_rank = -(-model.heads // base["ulysses"])
     stages = [n for n in range(1, per_rank) if per_rank % n == 0]
-    tiles = [each for each in TILES[:-1] if each is None or each < tokens] + [TILES[-1]]
+    tiles = [tile for tile in TILES[:-1] if tile is None or tile < tokens] + [TILES[-1]]
     stores = ["gpu", "host"] + (["disk"] if hardware.disk else [])
     for recompute in _choices(base, "recompute", ["none", "keep_attention", "layer"]):
         for store in _choices(base, "store", stores):
@@ -55,12 +55,12 @@ def _layers(model: ModelSizes, hardware: Hardware, tokens: int, base: dict[str, 
                         continue
                     holds = [None] if store == "gpu" else [True, False]
                     for hold in _choices(base, "hold", holds):
-                        found = Stack(**{
+                        stack = Stack(**{
                             **base, "recompute": recompute, "store": store, "tile": tile, "heads_per_stage": heads,
                             "hold": hold,
                         })  # fmt: skip
-                        if not found.violations(hardware.count):
-                            yield found
+                        if not stack.violations(hardware.count):
+                            yield stack
 
 
 def _choices(pinned: dict[str, Any], name: str, otherwise: list[Any]) -> list[Any]:

@@ -58,7 +58,7 @@ def layout(ladder: dict[str, Any]) -> Layout:
     names = [name for name in CATEGORIES if any(rung["holders"].get(name, 0) > 0.005 * reach for rung in rungs)]
     groups = [("", [_row(rung["name"], rung["holders"], rung, reach) for rung in rungs])]
     for name, points in ladder["sweeps"].items():
-        rows = [_row(format_tokens(each["value"]), {"": each["peak"]}, each, reach) for each in points]
+        rows = [_row(format_tokens(point["value"]), {"": point["peak"]}, point, reach) for point in points]
         groups.append((f"other values of {name} at the top", rows))
     gpus = f"{ladder['hardware']['gpus']} × {ladder['hardware']['gpu']}"
     layers = ladder["layers"] if ladder["layers"] != ladder["model"]["layers"] else None
@@ -130,23 +130,23 @@ def ladder_svg(ladder: dict[str, Any]) -> str:
 
 
 def _bar(row: Row, y: int, scale: float) -> list[str]:
-    found = [f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end">{escape(row.label)}</text>']
+    elements = [f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end">{escape(row.label)}</text>']
     at = 0.0
     for name, size in row.parts:
         if size * scale >= 0.5:
-            told = f"<title>{escape(name)}: {format_bytes(size)}</title>" if name else ""
-            found.append(
+            tooltip = f"<title>{escape(name)}: {format_bytes(size)}</title>" if name else ""
+            elements.append(
                 f'<rect x="{LEFT + at * scale:.1f}" y="{y}" width="{size * scale:.1f}" height="{BAR}" '
-                f'fill="{COLOURS.get(name, PLAIN)}">{told}</rect>'
+                f'fill="{COLOURS.get(name, PLAIN)}">{tooltip}</rect>'
             )
         at += size
     if row.mark:
         x = LEFT + row.mark * scale
-        found.append(f'<rect x="{x - 1.5:.1f}" y="{y - 3}" width="3" height="{BAR + 6}" fill="#000000"/>')
+        elements.append(f'<rect x="{x - 1.5:.1f}" y="{y - 3}" width="3" height="{BAR + 6}" fill="#000000"/>')
     end = LEFT + max(row.end, row.mark or 0.0) * scale + 8
     colour = "" if row.fits else f' fill="{BAD}"'
-    found.append(f'<text x="{end:.1f}" y="{y + 17}"{colour} {HALO}>{escape(row.note)}</text>')
-    return found
+    elements.append(f'<text x="{end:.1f}" y="{y + 17}"{colour} {HALO}>{escape(row.note)}</text>')
+    return elements
 
 
 def require_matplotlib() -> None:
@@ -192,7 +192,7 @@ def ladder_png(ladder: dict[str, Any], path: Path) -> None:
     axes.set_ylim(y - 0.4, -0.7)
     axes.set_yticks([at for at, _ in labels], [label for _, label in labels], fontsize=9)
     ends = [] if drawn.limit is None else [drawn.limit]
-    axes.set_xticks(ends, [format_bytes(each) for each in ends], fontsize=9, color=GREY)
+    axes.set_xticks(ends, [format_bytes(tick) for tick in ends], fontsize=9, color=GREY)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.suptitle(drawn.title, fontsize=12, fontweight="bold", x=0.01, ha="left")

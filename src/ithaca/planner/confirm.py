@@ -16,7 +16,7 @@ from .search import CONTEXT_STEP
 
 
 def confirmed(
-    found: Plan,
+    plan: Plan,
     counted: Callable[[int], Memory],
     say: Callable[[str], object] = lambda line: None,
     step: int = CONTEXT_STEP,
@@ -27,15 +27,15 @@ def confirmed(
     """
     tried: dict[int, Plan] = {}
     fits, fails = 0, None
-    at = max(1, found.context // step)
+    at = max(1, plan.context // step)
     while fails is None or fails - fits > 1:
         say(f"dry run at {format_tokens(at * step)}")
-        memory = replace(counted(at * step), snapshot=found.memory.snapshot)  # which a dry run does not see
-        now = tried[at] = replace(found, job=replace(found.job, context=at * step), memory=memory)
+        memory = replace(counted(at * step), snapshot=plan.memory.snapshot)  # which a dry run does not see
+        now = tried[at] = replace(plan, job=replace(plan.job, context=at * step), memory=memory)
         if now.excess:
             fails = at
         else:
             fits = at
         guess = int(at / max(now.shares.values()))
         at = max(guess, fits + 1) if fails is None else min(max(guess, fits + 1), fails - 1)
-    return fits * step or None, [tried[each] for each in sorted(tried)]
+    return fits * step or None, [tried[multiple] for multiple in sorted(tried)]

@@ -40,12 +40,12 @@ class Hardware:
 
     def completed(self, *, disk: bool) -> Hardware:
         """With what such machines usually have in place of what was not said. disk: whether the stack asks for one."""
-        found = self
+        hardware = self
         if self.host is None:
-            found = replace(found, host=self.gpu.host * self.ranks_per_node, assumed=(*found.assumed, "host"))
+            hardware = replace(hardware, host=self.gpu.host * self.ranks_per_node, assumed=(*hardware.assumed, "host"))
         if self.disk is None and disk:
-            found = replace(found, disk=DISK * self.ranks_per_node, assumed=(*found.assumed, "disk"))
-        return found
+            hardware = replace(hardware, disk=DISK * self.ranks_per_node, assumed=(*hardware.assumed, "disk"))
+        return hardware
 
 
 def kernels_for(model: ModelSizes, gpu: Gpu, asked: str | None) -> tuple[str, str]:
@@ -58,7 +58,7 @@ def kernels_for(model: ModelSizes, gpu: Gpu, asked: str | None) -> tuple[str, st
         [name for name in GPU_KERNELS if gpu.hopper or KERNELS[name].since != "hopper"] if asked is None else [asked]
     )
     kinds = {window is not None for window in model.windows}
-    found = []
+    kernels = []
     for windowed in (False, True):
         reasons = {name: problem(name, model.head_dim, windowed) for name in names}
         chosen = next((name for name, reason in reasons.items() if reason is None), None)
@@ -67,8 +67,8 @@ def kernels_for(model: ModelSizes, gpu: Gpu, asked: str | None) -> tuple[str, st
             what = "its layers with a sliding window" if windowed else "its layers"
             remedy = "leave the kernel to be chosen" if asked is not None else "no GPU kernel computes it"
             raise ValueError(f"no attention kernel for {model.name}, {what}: {why}; {remedy}")
-        found.append(chosen or "")
-    return found[0], found[1]
+        kernels.append(chosen or "")
+    return kernels[0], kernels[1]
 
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([a-z][a-z0-9 ]*?)(?:[-\s]([0-9.]+\s*[a-z]+))?", re.IGNORECASE)
@@ -89,8 +89,8 @@ def parse_gpus(text: str) -> Hardware:
         raise ValueError(
             f"{name!r} is not in the table of GPUs: {known}; name the nearest with its memory, such as H100-64GB"
         )
-    each, machines = int(count or 1), int(nodes or 1)
-    if each * machines < 1:
+    per_node, machines = int(count or 1), int(nodes or 1)
+    if per_node * machines < 1:
         raise ValueError(f"{text!r} has no GPU; at least 1 is needed")
     if memory:
         asked = parse_bytes(memory.replace(" ", ""))
@@ -98,4 +98,4 @@ def parse_gpus(text: str) -> Hardware:
             raise ValueError(f"{memory!r} in {text!r} is less than 1 GB of memory; write 80GB or 80GiB")
         if asked != gpu.label * 10**9:  # the label is a name; any other number is meant as it stands
             gpu = replace(gpu, label=round(asked / 10**9), memory=asked)
-    return Hardware(gpu, each * machines, per_node=each if machines > 1 else PER_NODE)
+    return Hardware(gpu, per_node * machines, per_node=per_node if machines > 1 else PER_NODE)

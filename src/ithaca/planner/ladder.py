@@ -42,7 +42,7 @@ class Rung(Measurable):
     @property
     def largest(self) -> str:
         """The largest holder at the peak, of those that a technique could shrink."""
-        holders = {name: each for name, each in self.holders.items() if name not in STANDING}
+        holders = {name: nbytes for name, nbytes in self.holders.items() if name not in STANDING}
         return max(holders, key=lambda name: holders[name])
 
     @property
@@ -85,7 +85,7 @@ class Ladder:
             "context": first["context"], "layers": first["model"]["layers"],
             "assumed": first["assumed"], "too_long": first["too_long"],
             "rungs": [rung.json() for rung in self.rungs],
-            "sweeps": {name: [each.json() for each in points] for name, points in self.sweeps.items()},
+            "sweeps": {name: [point.json() for point in points] for name, points in self.sweeps.items()},
         }  # fmt: skip
 
 
@@ -160,28 +160,28 @@ def _done(stack: Stack) -> Stack:
     return replace(stack, engine=engine, hold=stack.hold if holds else None)
 
 
-def describe(found: Ladder) -> list[str]:
-    first = found.rungs[0].plan
-    measured = [rung.measured for rung in found.rungs if rung.measured]
-    layers = "" if found.whole == first.model else f", {first.model.layers} of {found.whole.layers} layers"
-    device = next((each["device"] for each in measured if not each["problem"]), None)
+def describe(ladder: Ladder) -> list[str]:
+    first = ladder.rungs[0].plan
+    measured = [rung.measured for rung in ladder.rungs if rung.measured]
+    layers = "" if ladder.whole == first.model else f", {first.model.layers} of {ladder.whole.layers} layers"
+    device = next((result["device"] for result in measured if not result["problem"]), None)
     how = f"predicted, and measured on {device}" if device else "predicted"
     lines = [
         f"{first.model.name} at {format_tokens(first.context)} tokens on {first.hardware.words} "
         f"({format_bytes(first.budget)} each){layers}, {how}"
     ]
-    lines += _measured(found, gpu=device != "CPU") if measured else _predicted(found)
-    lines += [f"  assumed {each}" for each in first.assumed]
+    lines += _measured(ladder, gpu=device != "CPU") if measured else _predicted(ladder)
+    lines += [f"  assumed {assumption}" for assumption in first.assumed]
     lines += [f"  rotary  {first.too_long}"] if first.too_long else []
-    for name, points in found.sweeps.items():
+    for name, points in ladder.sweeps.items():
         lines += [f"  {name} at the top", *_sweep(points)]
     return lines
 
 
-def _predicted(found: Ladder) -> list[str]:
-    most = max(len(rung.name) for rung in found.rungs)
+def _predicted(ladder: Ladder) -> list[str]:
+    most = max(len(rung.name) for rung in ladder.rungs)
     lines = []
-    for rung in found.rungs:
+    for rung in ladder.rungs:
         verdict = "fits" if rung.plan.fits else "no"
         held = rung.holders[rung.largest]
         rate = f"{rung.plan.speed.tokens_per_second:>7,.0f} tokens/s"
@@ -192,36 +192,36 @@ def _predicted(found: Ladder) -> list[str]:
     return lines
 
 
-def _measured(found: Ladder, gpu: bool) -> list[str]:
+def _measured(ladder: Ladder, gpu: bool) -> list[str]:
     """Tensors on the GPU beside each other: what surrounds them is not the stack's doing."""
     rows = [["", "predicted", "measured", "off", *(["tokens/s", "measured"] if gpu else ["tokens/s"]), "largest"]]
-    for rung in found.rungs:
-        told = rung.measured
-        if told is None:
+    for rung in ladder.rungs:
+        result = rung.measured
+        if result is None:
             continue
-        planned = format_bytes(told["planned"])
+        planned = format_bytes(result["planned"])
         rate = [f"{rung.plan.speed.tokens_per_second:,.0f}"] if gpu else []
-        if told["problem"]:
-            rows.append([rung.name, planned, _short(told["problem"]), "", *rate, "", rung.largest])
+        if result["problem"]:
+            rows.append([rung.name, planned, _short(result["problem"]), "", *rate, "", rung.largest])
             continue
-        off = f"{told['tensors'] / told['planned'] - 1:+.1%}"
-        largest = max(told["categories"], key=told["categories"].__getitem__)
-        rate.append(f"{told['tokens_per_second']:,.0f}")
-        rows.append([rung.name, planned, format_bytes(told["tensors"]), off, *rate, largest])
+        off = f"{result['tensors'] / result['planned'] - 1:+.1%}"
+        largest = max(result["categories"], key=result["categories"].__getitem__)
+        rate.append(f"{result['tokens_per_second']:,.0f}")
+        rows.append([rung.name, planned, format_bytes(result["tensors"]), off, *rate, largest])
     return columns(rows)
 
 
 def _sweep(points: list[Point]) -> list[str]:
     rows = [["", "peak", "fits", "tokens/s"]]
-    told = [each.measured for each in points if each.measured]
-    rows[0] += ["tensors", "measured", "tokens/s"] if told else []
-    for each in points:
-        row = [str(each.value), format_bytes(each.plan.peak), "yes" if each.plan.fits else "no"]
-        row.append(f"{each.plan.speed.tokens_per_second:,.0f}")
-        if found := each.measured:
-            row.append(format_bytes(found["planned"]))
-            row += [_short(found["problem"]), ""] if found["problem"] else [
-                format_bytes(found["tensors"]), f"{found['tokens_per_second']:,.0f}",
+    measured = [point.measured for point in points if point.measured]
+    rows[0] += ["tensors", "measured", "tokens/s"] if measured else []
+    for point in points:
+        row = [str(point.value), format_bytes(point.plan.peak), "yes" if point.plan.fits else "no"]
+        row.append(f"{point.plan.speed.tokens_per_second:,.0f}")
+        if result := point.measured:
+            row.append(format_bytes(result["planned"]))
+            row += [_short(result["problem"]), ""] if result["problem"] else [
+                format_bytes(result["tensors"]), f"{result['tokens_per_second']:,.0f}",
             ]  # fmt: skip
         rows.append(row)
     return columns(rows)

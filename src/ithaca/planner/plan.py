@@ -55,14 +55,14 @@ class Plan:
         """Bytes by phase and holder, with what surrounds our own tensors."""
         if not self.around:
             return {phase: dict(by) for phase, by in self.memory.phases.items()}
-        found = {}
+        phases = {}
         for phase, by in self.memory.phases.items():
             whole = dict(by)
             whole["workspace"] = whole.get("workspace", 0) + int(WORKSPACE)
             whole["slack"] = int(SLACK * sum(by.values()))
             whole["context"] = int(CONTEXT)
-            found[phase] = whole
-        return found
+            phases[phase] = whole
+        return phases
 
     @property
     def peak(self) -> int:
@@ -86,12 +86,12 @@ class Plan:
     @property
     def shares(self) -> dict[str, float]:
         """What the plan takes of each budget there is: more than 1 does not fit."""
-        found = {"GPU memory": self.peak / self.budget}
+        shares = {"GPU memory": self.peak / self.budget}
         if self.hardware.host is not None:
-            found["host memory"] = _share(self.host, HOST_SHARE * self.hardware.host)
+            shares["host memory"] = _share(self.host, HOST_SHARE * self.hardware.host)
         if self.hardware.disk is not None:
-            found["disk"] = _share(self.disk, self.hardware.disk)
-        return found
+            shares["disk"] = _share(self.disk, self.hardware.disk)
+        return shares
 
     @property
     def misplaced(self) -> float:
@@ -104,23 +104,25 @@ class Plan:
     def assumed(self) -> list[str]:
         """What the answer rests on that nobody has said, or measured."""
         job, hardware = self.job, self.hardware
-        found = []
+        assumptions = []
         if "host" in hardware.assumed:
-            found.append(
+            assumptions.append(
                 f"{format_bytes(hardware.host or 0)} of host memory a machine, as usual with {hardware.gpu.name} (--host)"
             )
         if "disk" in hardware.assumed:
-            found.append(f"{format_bytes(hardware.disk or 0)} of scratch space a machine (--disk)")
+            assumptions.append(f"{format_bytes(hardware.disk or 0)} of scratch space a machine (--disk)")
         if hardware.gpu.probed is None:  # nobody has looked whether they are there
             kernels = {job.kernel_of(layer) for layer in range(job.model.layers)}
-            found += [KERNELS[name].condition for name in sorted(kernels) if KERNELS[name].condition]
+            assumptions += [KERNELS[name].condition for name in sorted(kernels) if KERNELS[name].condition]
         if job.offload:
-            found.append(f"AdamW on the host at {format_bytes(HOST_RATE)} a second a machine, all its ranks together")
+            assumptions.append(
+                f"AdamW on the host at {format_bytes(HOST_RATE)} a second a machine, all its ranks together"
+            )
         if job.processors:
-            found.append("deterministic kernels are as fast as others, which they are not")
+            assumptions.append("deterministic kernels are as fast as others, which they are not")
         if any("layers." in target for target in job.targets) and job.lora:
-            found.append("adapters in every layer, though lora targets name some of them")
-        return found
+            assumptions.append("adapters in every layer, though lora targets name some of them")
+        return assumptions
 
     @property
     def too_long(self) -> str | None:

@@ -147,7 +147,7 @@ def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CO
 
 
 def _known(pinned: dict[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in pinned if name not in {each.name for each in fields(Stack)}]
+    unknown = [name for name in pinned if name not in {field.name for field in fields(Stack)}]
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: no such field of Stack")
     return pinned
@@ -201,21 +201,21 @@ class _Asked:
 
         The upper ones: backward reaches them first, so that the GPU has their room again for the rest of it.
         """
-        found = tried = self.look(stack)
+        plan = tried = self.look(stack)
         layers, on_gpu = self.model.layers, 0
-        if found.fits or found.shares["GPU memory"] > 1 or stack.offload == "gpu" or not self.may_mix:
-            return found
+        if plan.fits or plan.shares["GPU memory"] > 1 or stack.offload == "gpu" or not self.may_mix:
+            return plan
         kept = self.layer_input  # and attention output, of one of the upper layers
         if stack.recompute_of(layers - 1) != "layer":
             kept *= 1 + self.model.heads * self.model.head_dim / self.model.hidden
         while not tried.fits:
             too_much = tried.misplaced
             on_gpu += ceil(too_much / kept)
-            if not too_much or on_gpu >= layers or on_gpu * kept > found.budget - found.peak:
-                return found
+            if not too_much or on_gpu >= layers or on_gpu * kept > plan.budget - plan.peak:
+                return plan
             tried = self.look(replace(stack, store=(stack.offload,) * (layers - on_gpu) + ("gpu",) * on_gpu))
             if tried.misplaced >= too_much:  # not what layers keep: weights on the host, say
-                return found
+                return plan
         return tried
 
     def search(self, stacks: list[Stack]) -> Plan:
@@ -233,15 +233,15 @@ class _Asked:
             else:
                 within_reach += family
         for stack in sorted(within_reach, key=lambda stack: self.time(stack).order):
-            found = self.fit(stack)
-            if found.fits:
-                return found
-            too_large.append(found)
-        return min(too_large, key=lambda found: found.excess)
+            plan = self.fit(stack)
+            if plan.fits:
+                return plan
+            too_large.append(plan)
+        return min(too_large, key=lambda plan: plan.excess)
 
     def leanest(self, family: list[Stack]) -> Plan:
         """One head at a time may hold more than two: more stages wait for one another."""
-        return min(map(self.look, family[-2:]), key=lambda found: found.peak)
+        return min(map(self.look, family[-2:]), key=lambda plan: plan.peak)
 
     def out_of_reach(self, leanest: Plan) -> bool:
         """Whether none of a family can fit, given its leanest: the host and the disk hold the same for all of them."""
@@ -250,10 +250,10 @@ class _Asked:
             return True
         return leanest.peak / LEANER + too_much > leanest.budget
 
-    def nearest(self, found: Plan, stacks: list[Stack]) -> Plan:
-        """Nothing fits, and `found` comes near: of its family the one that comes nearest, and of those the fastest."""
-        family = next(family for family in _families(stacks) if found.stack in family)
-        return min(map(self.look, family), key=lambda each: (each.excess, each.speed.order))
+    def nearest(self, plan: Plan, stacks: list[Stack]) -> Plan:
+        """Nothing fits, and `plan` comes near: of its family the one that comes nearest, and of those the fastest."""
+        family = next(family for family in _families(stacks) if plan.stack in family)
+        return min(map(self.look, family), key=lambda candidate: (candidate.excess, candidate.speed.order))
 
     def keep_some(self, best: Plan, stacks: list[Stack]) -> Plan:
         """`best` attends twice in every layer: keep attention in as many as fit. -> the fastest of all
@@ -282,7 +282,7 @@ class _Asked:
                     low = middle  # too few to be worth a look
                 elif (tried := self.fit(mixed)).fits:
                     low = middle
-                    best = min(best, tried, key=lambda each: each.speed.seconds)
+                    best = min(best, tried, key=lambda plan: plan.speed.seconds)
                 else:
                     high = middle
         return best
@@ -290,19 +290,19 @@ class _Asked:
 
 def _families(stacks: list[Stack]) -> list[list[Stack]]:
     """Those that differ in nothing but tiles and heads at a time."""
-    found: dict[Stack, list[Stack]] = {}
+    families: dict[Stack, list[Stack]] = {}
     for stack in stacks:
-        found.setdefault(replace(stack, tile=None, heads_per_stage=None), []).append(stack)
-    return list(found.values())
+        families.setdefault(replace(stack, tile=None, heads_per_stage=None), []).append(stack)
+    return list(families.values())
 
 
 def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any], given: str | None) -> list[tuple[str, Any, str]]:
     """One reason for each field of the stack that matters."""
     stack, gpu = best.stack, asked.hardware.gpu
-    found = []
+    reasons = []
 
     def because(name: str, why: str) -> None:
-        found.append((name, stack.words(name), "given" if name in pinned else why))
+        reasons.append((name, stack.words(name), "given" if name in pinned else why))
 
     if stack.ulysses > 1 or "ulysses" in pinned:
         because(
@@ -318,7 +318,7 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any], given: str | Non
     elif stack.recompute == "layer":
         because("recompute", "there is no room for attention outputs: backward attends once more")
     else:
-        keeps = sum(each == "keep_attention" for each in stack.recompute)
+        keeps = sum(recompute == "keep_attention" for recompute in stack.recompute)
         because("recompute", f"there is room for the attention outputs of {keeps} layers; the others attend once more")
     room = format_bytes(best.memory.disk or best.memory.host - best.memory.offloaded)
     why = {
@@ -343,8 +343,8 @@ def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any], given: str | Non
         )
     kernels = list(dict.fromkeys(asked.job.kernel_of(layer) for layer in range(asked.model.layers)))
     why = f"what the engine takes on {gpu.name}" if given is None else "given"
-    found.append(("attention", " and ".join(kernels), why + ("" if gpu.measured else ", rate not measured there")))
-    return found
+    reasons.append(("attention", " and ".join(kernels), why + ("" if gpu.measured else ", rate not measured there")))
+    return reasons
 
 
 def _hopeless(asked: _Asked) -> str:
@@ -365,8 +365,8 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
             return None
         fixed = pinned if recompute is None else {**pinned, "recompute": recompute}
         stacks = list(candidates(job.model, hardware, job.context, job.batch, fixed))
-        found = other.search(stacks) if stacks else None
-        return found if found is not None and found.fits else None
+        plan = other.search(stacks) if stacks else None
+        return plan if plan is not None and plan.fits else None
 
     job, hardware = asked.job, asked.hardware
     if not pinned.get("ulysses"):
@@ -374,34 +374,34 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
             more = replace(hardware, count=hardware.count * factor)
             if "host" in hardware.assumed:  # more GPUs of a machine come with more memory
                 more = replace(more, host=more.gpu.host * more.ranks_per_node)
-            if found := tried(hardware=more):
-                yield f"{more.words}: {format_bytes(found.peak)} a GPU, {found.speed.tokens_per_second:,.0f} tokens/s each"
+            if plan := tried(hardware=more):
+                yield f"{more.words}: {format_bytes(plan.peak)} a GPU, {plan.speed.tokens_per_second:,.0f} tokens/s each"
                 break
     shorter = job.context
     while shorter > 2048:
         shorter //= 2
-        if found := tried(context=shorter):
+        if plan := tried(context=shorter):
             for longer in (shorter * 3 // 2, shorter * 5 // 4):  # twice as much did not
                 if nearer := tried(context=longer):
-                    shorter, found = longer, nearer
+                    shorter, plan = longer, nearer
                     break
-            yield f"a context of {format_tokens(shorter)}: {format_bytes(found.peak)} a GPU"
+            yield f"a context of {format_tokens(shorter)}: {format_bytes(plan.peak)} a GPU"
             break
     if hardware.host is not None and "store" not in pinned:
         roomy = replace(hardware, host=None)
-        if found := tried(None if "recompute" in pinned else "layer", hardware=roomy):
-            need = format_bytes(found.host / HOST_SHARE)
-            yield f"{need} of host memory a machine (--host): {format_bytes(found.peak)} a GPU"
+        if plan := tried(None if "recompute" in pinned else "layer", hardware=roomy):
+            need = format_bytes(plan.host / HOST_SHARE)
+            yield f"{need} of host memory a machine (--host): {format_bytes(plan.peak)} a GPU"
     if hardware.disk is None and "store" not in pinned:
         roomy = replace(hardware, disk=10**15)
-        if found := tried(hardware=roomy):
-            need = format_bytes(found.disk)
-            yield f"store: disk with {need} of scratch space a machine (--disk): {format_bytes(found.peak)} a GPU"
-    if job.optimizer == "adamw" and not job.lora and (found := tried(optimizer="adamw8bit")):
-        yield f"train.optimizer: adamw8bit: {format_bytes(found.peak)} a GPU"
-    if not job.offload and pinned.get("shard_parameters", True) and (found := tried(offload=True)):
+        if plan := tried(hardware=roomy):
+            need = format_bytes(plan.disk)
+            yield f"store: disk with {need} of scratch space a machine (--disk): {format_bytes(plan.peak)} a GPU"
+    if job.optimizer == "adamw" and not job.lora and (plan := tried(optimizer="adamw8bit")):
+        yield f"train.optimizer: adamw8bit: {format_bytes(plan.peak)} a GPU"
+    if not job.offload and pinned.get("shard_parameters", True) and (plan := tried(offload=True)):
         yield (
-            f"train.offload_optimizer: true: {format_bytes(found.peak)} a GPU, {format_bytes(found.host)} of host memory a machine"
+            f"train.offload_optimizer: true: {format_bytes(plan.peak)} a GPU, {format_bytes(plan.host)} of host memory a machine"
         )
-    if not job.lora and (found := tried(lora=16)):
-        yield f"LoRA of rank 16 (model.lora): {format_bytes(found.peak)} a GPU"
+    if not job.lora and (plan := tried(lora=16)):
+        yield f"LoRA of rank 16 (model.lora): {format_bytes(plan.peak)} a GPU"

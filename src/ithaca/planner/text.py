@@ -26,7 +26,7 @@ def describe(
     holders = plan.phases[memory.peak_phase]
     lines += [
         f"            {format_bytes(nbytes):>9}  {CATEGORIES[name]}"
-        for name, nbytes in sorted(holders.items(), key=lambda each: -each[1])
+        for name, nbytes in sorted(holders.items(), key=lambda item: -item[1])
         if nbytes >= (0.02 if explain else 0.04) * plan.peak
     ]
     if plan.host:
@@ -39,14 +39,14 @@ def describe(
         lines.append(f"  host    {format_bytes(plan.host)} a machine; a GPU: {split}")
     if plan.disk:
         lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(plan.disk)} a machine")
-    parts = ", ".join(f"{name} {seconds(each)}" for name, each in speed.parts.items() if each > 0.005 * speed.seconds)
+    parts = ", ".join(f"{name} {seconds(time)}" for name, time in speed.parts.items() if time > 0.005 * speed.seconds)
     lines.append(
         f"  time    {seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
         f"({parts})"
     )
     if not gpu.measured:
         lines.append(f"          rates were measured on an H200 and scaled to {gpu.name}; links were not measured")
-    lines += [f"  assumed {each}" for each in plan.assumed]
+    lines += [f"  assumed {assumption}" for assumption in plan.assumed]
     if plan.too_long:
         lines.append(f"  rotary  {plan.too_long}")
     lines.append("  stack")
@@ -56,11 +56,13 @@ def describe(
         lines += ["  memory by phase", *table(plan)]
     if dry is not None:
         lines += _dry(plan, dry)
-    for each in tried:
-        told = f"does not fit: {', '.join(each.shortages)}" if each.excess else f"fits in {format_bytes(each.peak)}"
-        lines.append(f"  counted {format_tokens(each.context)}: {told}")
+    for trial in tried:
+        outcome = (
+            f"does not fit: {', '.join(trial.shortages)}" if trial.excess else f"fits in {format_bytes(trial.peak)}"
+        )
+        lines.append(f"  counted {format_tokens(trial.context)}: {outcome}")
     if plan.advice:
-        lines += ["  what would fit", *(f"    {each}" for each in plan.advice)]
+        lines += ["  what would fit", *(f"    {suggestion}" for suggestion in plan.advice)]
     return lines
 
 
@@ -91,7 +93,7 @@ def table(plan: Plan) -> list[str]:
 def side_by_side(first: Plan, second: Plan) -> list[str]:
     fields = {**asdict(first.stack)}
     changed = [name for name, value in fields.items() if value != getattr(second.stack, name)]
-    rows = [["", "this", "that"], ["fits", *("yes" if each.fits else "no" for each in (first, second))]]
+    rows = [["", "this", "that"], ["fits", *("yes" if plan.fits else "no" for plan in (first, second))]]
     rows += [[name, _field(first.stack, name), _field(second.stack, name)] for name in changed]
     numbers = {
         "GPU": lambda p: format_bytes(p.peak),
@@ -103,9 +105,9 @@ def side_by_side(first: Plan, second: Plan) -> list[str]:
     }
     rows += [[name, read(first), read(second)] for name, read in numbers.items()]
     rows += [
-        [f"  {name}", *(format_bytes(each.phases[each.memory.peak_phase].get(name, 0)) for each in (first, second))]
+        [f"  {name}", *(format_bytes(plan.phases[plan.memory.peak_phase].get(name, 0)) for plan in (first, second))]
         for name in CATEGORIES
-        if any(each.phases[each.memory.peak_phase].get(name, 0) > 1e6 for each in (first, second))
+        if any(plan.phases[plan.memory.peak_phase].get(name, 0) > 1e6 for plan in (first, second))
     ]
     head = f"{first.model.name} at {format_tokens(first.context)} tokens on {first.hardware.words}"
     return [head, *columns(rows)]
@@ -117,7 +119,7 @@ def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
         said += f", {dry['layers'] - dry['executed']} alike added"
     if dry["layers"] == plan.model.layers:
         said += f"; the plan says {format_bytes(plan.memory.peak)} ({plan.memory.peak / dry['peak'] - 1:+.1%})"
-    lines = sorted(dry["lines"][dry["peak_phase"]].items(), key=lambda each: -each[1])
+    lines = sorted(dry["lines"][dry["peak_phase"]].items(), key=lambda item: -item[1])
     return [said, *(f"            {format_bytes(nbytes):>9}  {line}" for line, nbytes in lines[:8])]
 
 

@@ -30,15 +30,15 @@ class Agreement:
     def after_step(self, writing: bool, own: float) -> Agreed:
         """Collective, as is `to_stop`."""
         rank, size = self.world.rank, self.world.size
-        mine = {
+        values = {
             "stop": self._signal,
             "save": float(rank == 0 and self.folder.wish.exists()),
             "writing": float(writing),
-            **{f"own {each}": own if each == rank else -1.0 for each in range(size)},
+            **{f"own {index}": own if index == rank else -1.0 for index in range(size)},
         }
-        found = largest(mine, self.world, self.device)
-        times = [found[f"own {each}"] for each in range(size)]
-        return Agreed(_name(found["stop"]), bool(found["save"]), bool(found["writing"]), times)
+        agreed = largest(values, self.world, self.device)
+        times = [agreed[f"own {index}"] for index in range(size)]
+        return Agreed(_name(agreed["stop"]), bool(agreed["save"]), bool(agreed["writing"]), times)
 
     def to_stop(self) -> str | None:
         return _name(largest({"stop": self._signal}, self.world, self.device)["stop"])

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -
     """The stack of `stack: auto`: on a GPU the planner's, which raises where nothing fits; else a rule that works anywhere."""
     if device.type != "cuda":
         return simple_stack(config.data.context, hf, world), None
-    found = planned(config, hf, world, device)
-    for name, value, why in found.reasons:
+    plan = planned(config, hf, world, device)
+    for name, value, why in plan.reasons:
         log.info("stack auto: %s=%s: %s", name, value, why)
-    if not found.fits:
-        raise Failed(MEMORY, "this run does not fit:\n" + "\n".join(describe(found)))
-    return found.stack, found
+    if not plan.fits:
+        raise Failed(MEMORY, "this run does not fit:\n" + "\n".join(describe(plan)))
+    return plan.stack, plan
 
 
 def planned(config: Config, hf: Any, world: int, device: torch.device, stack: Stack | None = None) -> Plan:
@@ -56,10 +57,15 @@ def planned(config: Config, hf: Any, world: int, device: torch.device, stack: St
 def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
     """This machine, in the planner's words."""
     scratch = Path(config.stack.scratch or tempfile.gettempdir())
+    gpus = max(1, torch.cuda.device_count())
+    per_node = job.local_world if (job := find_job(os.environ)) else gpus
+    gpu = gpu_here(device, config.launch.gpu_memory)
+    if config.launch.share_gpu:
+        gpu = replace(gpu, memory=gpu.memory // ceil(per_node / gpus))
     return Hardware(
-        gpu_here(device, config.launch.gpu_memory),
+        gpu,
         world,
-        per_node=job.local_world if (job := find_job(os.environ)) else max(1, torch.cuda.device_count()),
+        per_node=per_node,
         host=available_memory(),
         disk=shutil.disk_usage(scratch).free if scratch.is_dir() else None,
     )
@@ -67,10 +73,10 @@ def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
 
 def gpu_here(device: torch.device, limit: int | None = None) -> Gpu:
     """A GPU that the planner's table does not have is taken for the nearest, with its own memory."""
-    found = torch.cuda.get_device_properties(device)
-    words = found.name.lower().replace(" ", "").replace("nvidia", "")
-    known = next((gpu for name, gpu in sorted(GPUS.items(), key=lambda each: -len(each[0])) if name in words), None)
+    properties = torch.cuda.get_device_properties(device)
+    words = properties.name.lower().replace(" ", "").replace("nvidia", "")
+    known = next((gpu for name, gpu in sorted(GPUS.items(), key=lambda item: -len(item[0])) if name in words), None)
     if known is None:
-        known = replace(GPUS["h100" if found.major >= 9 else "a100"], name=found.name, measured=False)
-    memory = found.total_memory if limit is None else min(limit, found.total_memory)
-    return replace(known, memory=memory, label=round(memory / 1e9), processors=found.multi_processor_count)
+        known = replace(GPUS["h100" if properties.major >= 9 else "a100"], name=properties.name, measured=False)
+    memory = properties.total_memory if limit is None else min(limit, properties.total_memory)
+    return replace(known, memory=memory, label=round(memory / 1e9), processors=properties.multi_processor_count)

@@ -51,16 +51,16 @@ def train_in_phases(config: Config, text: str | None, train: TrainPhase) -> int:
     """
     if not config.phases:
         return train(config, text, first=True, last=True)
-    parts = [_with_stack(each) for each in phase_configs(config)]
-    chosen = [replace(phase, stack=each.stack) for phase, each in zip(config.phases, parts, strict=True)]
+    parts = [_with_stack(part) for part in phase_configs(config)]
+    chosen = [replace(phase, stack=part.stack) for phase, part in zip(config.phases, parts, strict=True)]
     text = dump(replace(config, phases=tuple(chosen)))
     done = on_rank0(world_group(), lambda: _newest(config))
     code, first = 0, True
-    for number, each in enumerate(parts, 1):
-        if done >= each.train.steps and number < len(parts):
+    for number, part in enumerate(parts, 1):
+        if done >= part.train.steps and number < len(parts):
             continue
-        log.info("phase %d of %d: %d tokens until step %d", number, len(parts), each.data.context, each.train.steps)
-        code = train(each, text, first=first, last=number == len(parts))
+        log.info("phase %d of %d: %d tokens until step %d", number, len(parts), part.data.context, part.train.steps)
+        code = train(part, text, first=first, last=number == len(parts))
         first = False
         if code != 0:
             return code
@@ -71,8 +71,8 @@ def train_in_phases(config: Config, text: str | None, train: TrainPhase) -> int:
 
 
 def _newest(config: Config) -> int:
-    found = latest(RunFolder(config.run.folder).checkpoints)
-    return 0 if found is None else step_of(found) or 0
+    checkpoint = latest(RunFolder(config.run.folder).checkpoints)
+    return 0 if checkpoint is None else step_of(checkpoint) or 0
 
 
 def _with_stack(config: Config) -> Config:
@@ -89,5 +89,5 @@ def _with_stack(config: Config) -> Config:
         except (Failed, ValueError) as error:
             raise Failed(getattr(error, "exit_code", CONFIG), f"at {config.data.context:,} tokens: {error}") from error
 
-    found = on_rank0(world_group(), choose)
-    return replace(config, stack=StackOptions.of(found, config.stack.scratch))
+    stack = on_rank0(world_group(), choose)
+    return replace(config, stack=StackOptions.of(stack, config.stack.scratch))

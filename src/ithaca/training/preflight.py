@@ -66,7 +66,7 @@ class Preflight:
     def require(self) -> None:
         """Failed, with the exit code of the first problem, if there are any."""
         if self.problems:
-            texts = [str(each).replace("\n", "\n    ") for each in self.problems]
+            texts = [str(problem).replace("\n", "\n    ") for problem in self.problems]
             count = "1 problem" if len(texts) == 1 else f"{len(texts)} problems"
             lines = "".join(f"\n  - {text}" for text in texts)
             raise Failed(self.problems[0].exit_code, f"this run cannot start: {count}{lines}")
@@ -74,28 +74,28 @@ class Preflight:
 
 def check_run(config: Config, text: str, *, allow_change: bool = False) -> Preflight:
     """text: the config as it will be written down. Nothing is made but notes about data that was checked (samples.py)."""
-    found, folder = Preflight(), RunFolder(config.run.folder)
-    with found.noting(CONFIG):
+    preflight, folder = Preflight(), RunFolder(config.run.folder)
+    with preflight.noting(CONFIG):
         folder.check()
     gaps = missing(config, PRESETS)
-    found.problems += [Failed(CONFIG, gap) for gap in gaps]
+    preflight.problems += [Failed(CONFIG, gap) for gap in gaps]
     parts = phase_configs(config)
     contents: dict[str, Any] = {}
     need = 0
     for number, part in enumerate(parts, 1):
         about = f"phase {number}: " if len(parts) > 1 else ""
-        with found.noting(CONFIG, about):
+        with preflight.noting(CONFIG, about):
             if not any(gap.startswith("model.folder") for gap in gaps):
                 hf = model_config(part.model, part.data.context)
                 need = max(need, _model(part, hf))
                 if not gaps:
-                    contents.update(_data(found, part, hf.vocab_size, about))
-                    _evaluation(found, part, hf.vocab_size, about)
-    with found.noting(CHECKPOINT):
-        _checkpoint(found, config, folder, text, contents, allow_change)
-    with found.noting(CHECKPOINT):
+                    contents.update(_data(preflight, part, hf.vocab_size, about))
+                    _evaluation(preflight, part, hf.vocab_size, about)
+    with preflight.noting(CHECKPOINT):
+        _checkpoint(preflight, config, folder, text, contents, allow_change)
+    with preflight.noting(CHECKPOINT):
         _room(folder, need)
-    return found
+    return preflight
 
 
 def _model(config: Config, hf: Any) -> int:
@@ -132,9 +132,9 @@ def _stack(config: Config, stack: Any, decoder: Decoder) -> None:
             kernels.resolve(need)
 
 
-def _data(found: Preflight, config: Config, vocabulary: int, about: str) -> Mapping[str, Any]:
+def _data(preflight: Preflight, config: Config, vocabulary: int, about: str) -> Mapping[str, Any]:
     """-> what the data is, of what is packed"""
-    with found.noting(DATA, about):
+    with preflight.noting(DATA, about):
         folder = packed_folder(config)
         if not config.data.is_packed:
             open_stream(config, vocabulary)
@@ -142,8 +142,8 @@ def _data(found: Preflight, config: Config, vocabulary: int, about: str) -> Mapp
             pack_sources(config, lambda line: None)  # compares what is there with what is asked for
             return open_stream(config, vocabulary).contents
         else:
-            found.unpacked = True
-            files = sources_of([each for each in config.data.sources if each.synthetic is None])
+            preflight.unpacked = True
+            files = sources_of([source for source in config.data.sources if source.synthetic is None])
             inputs, asked = [understand(number, source) for number, source in enumerate(files)], encoding(config)
             named = asked.get("tokenizer")
             parts = None if named is None else tokenizer_parts(load_tokenizer(named), None)
@@ -151,21 +151,21 @@ def _data(found: Preflight, config: Config, vocabulary: int, about: str) -> Mapp
     return {}
 
 
-def _evaluation(found: Preflight, config: Config, vocabulary: int, about: str) -> None:
+def _evaluation(preflight: Preflight, config: Config, vocabulary: int, about: str) -> None:
     if config.eval.every is None:
         return
     held_out = held_out_config(config)
     if held_out is not None:
-        _data(found, held_out, vocabulary, about)
-    with found.noting(CONFIG, about):
+        _data(preflight, held_out, vocabulary, about)
+    with preflight.noting(CONFIG, about):
         make_suite(config, open_language(config, vocabulary), None, 1)
 
 
 def _checkpoint(
-    found: Preflight, config: Config, folder: RunFolder, text: str, contents: Mapping[str, Any], allow_change: bool
+    preflight: Preflight, config: Config, folder: RunFolder, text: str, contents: Mapping[str, Any], allow_change: bool
 ) -> None:
     every, run = published(folder.checkpoints), run_of(folder.checkpoints)
-    path = next((each for each in every if not unusable(each, run)), None)
+    path = next((checkpoint for checkpoint in every if not unusable(checkpoint, run)), None)
     if path is None:
         if every:
             candidates(folder.checkpoints)  # says that none is good
@@ -173,7 +173,7 @@ def _checkpoint(
     state = read_state(path)
     check_same(state, config, redacted(text), contents=contents, allow_change=allow_change)
     if not changed(path, touched(path)):  # else the run may go on from an older one
-        found.done = state["step"]
+        preflight.done = state["step"]
 
 
 def _room(folder: RunFolder, need: int) -> None:
@@ -192,13 +192,17 @@ def _room(folder: RunFolder, need: int) -> None:
         )
 
 
-def verdict(found: Preflight, config: Config) -> str:
+def verdict(preflight: Preflight, config: Config) -> str:
     """Of a run without problems, in one line."""
     steps, where = config.train.steps, config.run.folder
-    if found.done is not None and found.done >= steps:
-        return finished(found.done, config)
-    begin = f"step {found.done + 1} of {steps:,}, from step-{found.done}" if found.done else f"step 1 of {steps:,}"
-    first = "packs its data, then " if found.unpacked else ""
+    if preflight.done is not None and preflight.done >= steps:
+        return finished(preflight.done, config)
+    begin = (
+        f"step {preflight.done + 1} of {steps:,}, from step-{preflight.done}"
+        if preflight.done
+        else f"step 1 of {steps:,}"
+    )
+    first = "packs its data, then " if preflight.unpacked else ""
     return f"this run can start: it {first}trains {begin}, in {where}"
 
 

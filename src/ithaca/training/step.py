@@ -101,12 +101,12 @@ def _refuse(run: Run, grads: list[Tensor], loss: float, norm: float, sound: Tens
     bad = torch.tensor(
         [sum(int((~g.isfinite()).sum()) for g in local), int(not sound), len(weights)], device=run.mesh.device
     )
-    found = [torch.zeros_like(bad) for _ in range(run.mesh.world.size)]
+    gathered = [torch.zeros_like(bad) for _ in range(run.mesh.world.size)]
     if run.mesh.world.size > 1:
-        dist.all_gather(found, bad)
+        dist.all_gather(gathered, bad)
     else:
-        found = [bad]
-    counts, origin, broken = ([int(each[i]) for each in found] for i in range(3))
+        gathered = [bad]
+    counts, origin, broken = ([int(tensor[i]) for tensor in gathered] for i in range(3))
     of_loss = tuple(rank for rank, guilty in enumerate(origin) if guilty)
     ranks = tuple(rank for rank, count in enumerate(counts) if count)
     named = [name for name, p in run.model.named_parameters() if p.grad is not None and _has_bad(p.grad)]

@@ -177,17 +177,17 @@ class Session:
         """Our logits of the whole batch, on rank 0."""
         run = self.run
         with torch.no_grad():
-            mine = run.logits(self.shard(data)).cpu()
+            local = run.logits(self.shard(data)).cpu()
         parts: list[Any] = [None] * run.mesh.world.size
         place = (run.mesh.data.rank, run.mesh.ring.rank, run.mesh.ulysses.rank)
         if run.mesh.world.size > 1:
-            dist.all_gather_object(parts, (place, mine))
+            dist.all_gather_object(parts, (place, local))
         else:
-            parts = [(place, mine)]
+            parts = [(place, local)]
         if not self.first:
             return None
         layout = self.shard(data).layout
-        whole = torch.empty(data.input_ids.shape[0], layout.padded, mine.shape[-1], dtype=mine.dtype)
+        whole = torch.empty(data.input_ids.shape[0], layout.padded, local.shape[-1], dtype=local.dtype)
         for (data_rank, ring_rank, ulysses_rank), part in parts:
             rows = slice(data_rank * part.shape[0], (data_rank + 1) * part.shape[0])
             whole[rows, layout.tokens(ring_rank, ulysses_rank)] = part
@@ -196,13 +196,13 @@ class Session:
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Gradients by name, whole, on every rank (a shard's gradient is gathered)."""
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         if grad is not None and hasattr(grad, "full_tensor"):
             grad = grad.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-        found[name] = grad
-    return found
+        gradients[name] = grad
+    return gradients
 
 
 def _cut(length: int, row: int) -> list[int]:

@@ -48,12 +48,12 @@ def pairs_of(row: Row) -> set[Pair]:
 
 def all_pairs(world: int) -> set[Pair]:
     """Every pair of values that some allowed combination has."""
-    found = set()
+    pairs = set()
     for a, b in combinations(AXES, 2):
         for x, y in product(AXES[a], AXES[b]):
             if allowed({a: x, b: y}, world):
-                found.add((a, x, b, y))
-    return found
+                pairs.add((a, x, b, y))
+    return pairs
 
 
 def cover(world: int, seed: int = 0) -> list[Row]:
@@ -88,7 +88,7 @@ def _gain(row: Row, axis: str, missing: set[Pair], rng: random.Random) -> Callab
 
 def cases(rows: Iterable[Row], world: int, length: int = 1021) -> list[Case]:
     """Cases with as many ranks as the stack needs, doubled for data parallelism where the world has room."""
-    found = []
+    cases = []
     for number, row in enumerate(rows):
         stack = Stack(**{name: row[name] for name in Stack.__dataclass_fields__ if name in row})
         ranks = stack.context_ranks
@@ -96,10 +96,10 @@ def cases(rows: Iterable[Row], world: int, length: int = 1021) -> list[Case]:
             ranks *= 2
             if stack.shard_parameters and number % 4 == 1:
                 stack = Stack(**{**stack.__dict__, "replicate": 2})
-        found.append(
+        cases.append(
             Case(
                 model=row["model"], stack=stack, world=ranks, length=length, packed=row["packed"], lora=row["lora"],
                 rows=1 + number % 3 // 2, seed=number,
             )
         )  # fmt: skip
-    return sorted(found, key=lambda case: case.world)  # a change of world size costs new connections
+    return sorted(cases, key=lambda case: case.world)  # a change of world size costs new connections

@@ -186,11 +186,11 @@ def distances(ours: Measured, theirs: Measured) -> dict[str, float]:
     """Relative error of every gradient; infinite where one side has a gradient and the other has none."""
     errors = dict.fromkeys(set(ours.gradients) ^ set(theirs.gradients), float("inf"))
     for name in set(ours.gradients) & set(theirs.gradients):
-        mine, grad = ours.gradients[name], theirs.gradients[name]
-        if (mine is None) != (grad is None):
+        own, grad = ours.gradients[name], theirs.gradients[name]
+        if (own is None) != (grad is None):
             errors[name] = float("inf")
         elif grad is not None:
-            errors[name] = _distance(mine, grad)
+            errors[name] = _distance(own, grad)
     return errors
 
 

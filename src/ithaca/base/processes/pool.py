@@ -20,8 +20,8 @@ Method. Start once, reuse, and never wait without a limit.
 
 Arguments and results travel by pickle, tensors by value; return CPU tensors. Every run starts from seed 0.
 
-Not supported: functions that cannot be imported by name (lambdas, closures), several machines, and two ranks on one GPU
-(NCCL refuses). On CUDA any failure restarts the pool, because a CUDA context does not outlive its errors.
+Not supported: functions that cannot be imported by name (lambdas, closures), and several machines. Two ranks share a GPU only
+if asked to (gpu_sharing.py). On CUDA any failure restarts the pool, because a CUDA context does not outlive its errors.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..gpu_sharing import sharing_variables, why_not_shared
 from .fork_server import MODELS, Template
 from .rank import LOOPBACK, NEVER, Answer, Failure, call, join, settle, work
 from .worker import Worker, command, receive, stop
@@ -74,18 +75,26 @@ class Workers:
         threads: int = 1,
         timeout: float = 120.0,
         preload: Sequence[str] = (),
+        share_gpu: bool = False,
     ):
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if device not in ("cpu", "cuda"):
             raise ValueError(f'device must be "cpu" or "cuda", not {device!r}')
-        if device == "cuda" and torch.cuda.device_count() < count:
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        if device == "cuda" and share_gpu:
+            why = why_not_shared()
+            if why is not None:
+                raise ValueError(f"{count} ranks cannot share {gpus} GPUs: {why}")
+        elif device == "cuda" and gpus < count:
             raise ValueError(
-                f"{count} CUDA workers need {count} GPUs, here are {torch.cuda.device_count()}: "
-                'take fewer workers, or device="cpu"'
+                f'{count} CUDA workers need {count} GPUs, here are {gpus}: take fewer workers, device="cpu", or share_gpu=True for '
+                "a rehearsal"
             )
         self.count = count
         self.device = device
+        self.gpus = gpus
+        self.share_gpu = share_gpu
         self.threads = threads
         self.timeout = timeout
         self.preload = tuple(preload)
@@ -144,11 +153,13 @@ class Workers:
         self._world = 0
         # torch's own number of threads does not hold for the libraries below it, which then spin beside ranks that have work
         environ = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        if self.share_gpu:
+            environ |= sharing_variables(self.count, self.gpus)
         template = ready_template([*_PRELOAD, *self.preload], environ)
         try:
             for rank in missing:
                 self._workers.append(Worker(f"ithaca rank {rank}", work, rank, template=template, environ=environ))
-            self._send(missing, settle, self.device, self.threads, self._store.port)
+            self._send(missing, settle, self.device, self.gpus, self.threads, self._store.port)
             self._collect(missing, _START_SECONDS, "while starting")
         except WorkerError:
             self._stop()  # half a start is none

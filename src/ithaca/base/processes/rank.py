@@ -85,13 +85,13 @@ def _failure(error: BaseException) -> Failure:
     return Failure(type(error).__name__, str(error), "".join(lines).rstrip(), time.monotonic())
 
 
-def settle(home: Home, device: str, threads: int, port: int) -> None:
+def settle(home: Home, device: str, gpus: int, threads: int, port: int) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     torch.set_num_threads(threads)
     if device == "cuda":
-        torch.cuda.set_device(home.rank)
+        torch.cuda.set_device(home.rank % gpus)
     home.device = device
     home.store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=NEVER)
     gc.freeze()  # what was preloaded is never garbage: collections after a run look at the rest only

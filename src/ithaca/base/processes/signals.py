@@ -91,7 +91,7 @@ def listen(to_the_end: bool = False) -> Iterator[Stop]:
     def handle(number: int, _: Any) -> None:
         stop.ask(signal.Signals(number).name)
 
-    heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in heard}
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -40,11 +40,11 @@ def keep_compiled(capability: tuple[int, int], environ: MutableMapping[str, str]
 
 def _open_to_others(folder: Path) -> str | None:
     """Whoever can write to a folder on the way can put another one in its place."""
-    for each in (folder, *folder.parents):
-        about = each.lstat()
+    for path in (folder, *folder.parents):
+        about = path.lstat()
         others = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if about.st_uid not in (os.geteuid(), 0) or (others and not about.st_mode & stat.S_ISVTX):
-            return f"others can write to {each}"
+            return f"others can write to {path}"
     return None
 
 

@@ -84,8 +84,8 @@ def _wrong(
     finally:
         kernel.calls = counted
     right = _plain(q, k, v, dout, _hidden(causal, window, packed, device), how["scale"])
-    for name, mine, theirs in zip(("outputs", *["gradients"] * 3), ours, right, strict=False):
-        off = float((mine.float() - theirs).norm() / theirs.norm())
+    for name, actual, expected in zip(("outputs", *["gradients"] * 3), ours, right, strict=False):
+        off = float((actual.float() - expected).norm() / expected.norm())
         if not off < LIMIT:  # also where it is not a number
             return f"computes wrong {name} for head_dim={head_dim} on this GPU (off by {off:.0%})"
     return None

@@ -46,12 +46,12 @@ def ring_attend_backward(
     for step, plan in enumerate(plans):
         last = step == ring.size - 1
         coming = None if last else shift((k.contiguous(), v.contiguous()), ring)
-        mine = wide_zeros(k), wide_zeros(v)
-        attend_backward_into((dq, *mine), kernel, dout, q, k, v, out, lse, plan, scale)
+        grads = wide_zeros(k), wide_zeros(v)
+        attend_backward_into((dq, *grads), kernel, dout, q, k, v, out, lse, plan, scale)
         if travelling is not None:  # the sum so far of the block now here, from the ranks that had it before
-            for grad, before in zip(mine, travelling.wait(), strict=True):
+            for grad, before in zip(grads, travelling.wait(), strict=True):
                 grad += before
-        travelling = shift(mine, ring)
+        travelling = shift(grads, ring)
         if coming is not None:
             k, v = coming.wait()
     assert travelling is not None

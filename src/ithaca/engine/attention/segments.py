@@ -113,10 +113,10 @@ def _segment(row, q_chunk, k_chunk, document, q_offset, k_offset, window) -> Seg
 def _covered_once(segments: list[Segment], q_len: int, k_len: int) -> bool:
     """Whether every query and every key is in exactly one segment, in each row."""
     for row in {s.row for s in segments}:
-        mine = [s for s in segments if s.row == row]
+        row_segments = [s for s in segments if s.row == row]
         for which, length in (("q", q_len), ("k", k_len)):
             at = 0
-            for start, stop in sorted(getattr(s, which) for s in mine):
+            for start, stop in sorted(getattr(s, which) for s in row_segments):
                 if start != at:
                     return False
                 at = stop

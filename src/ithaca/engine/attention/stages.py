@@ -164,8 +164,8 @@ class StagedAttention:
         stage = self.schedule[t]
         per_rank = {"q": stage.queries, "k": stage.fresh, "v": stage.fresh}
         heads = {name: _flat(lists) for name, lists in per_rank.items()}
-        heads = {name: each for name, each in heads.items() if each}
-        into = {name: exchange.buffer(f"{name} send", len(each)) for name, each in heads.items()}
+        heads = {name: indices for name, indices in heads.items() if indices}
+        into = {name: exchange.buffer(f"{name} send", len(indices)) for name, indices in heads.items()}
         source.project(t, heads, into)
         return {name: exchange.to_heads(name, into[name], [len(h) for h in per_rank[name]]) for name in into}
 
@@ -225,7 +225,7 @@ class StagedAttention:
         ]  # fmt: skip
         if len(parts) == 1:
             return list(parts[0])
-        return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
+        return [torch.cat(grads, 1) for grads in zip(*parts, strict=True)]
 
     def _homing(
         self, exchange: Exchange, source: Source, stage: Stage, held: Held, grads: list[Tensor]
@@ -262,7 +262,7 @@ class StagedAttention:
         if leaving is None:
             return
         t, homing = leaving
-        heads = {name: each for name, (each, _) in homing.items()}
+        heads = {name: indices for name, (indices, _) in homing.items()}
         source.receive(t, heads, {name: pending.wait()[0] for name, (_, pending) in homing.items()})
         return None
 
@@ -326,24 +326,24 @@ class Exchange:
 
     def to_heads(self, role: str, send: Tensor, counts: list[int]) -> Arriving:
         """send [heads of all ranks, B, s, D], `counts` heads per rank -> this rank's heads of all tokens."""
-        ranks, mine = self.ulysses.size, counts[self.ulysses.rank]
-        needs_copy = (mine > 1 or self.shape.rows > 1) and not (ranks == 1 and self.shape.rows == 1)
-        keep_in = self.buffer(f"{role} gathered", ranks * mine) if needs_copy and mine else None
+        ranks, local_heads = self.ulysses.size, counts[self.ulysses.rank]
+        needs_copy = (local_heads > 1 or self.shape.rows > 1) and not (ranks == 1 and self.shape.rows == 1)
+        keep_in = self.buffer(f"{role} gathered", ranks * local_heads) if needs_copy and local_heads else None
         if ranks == 1:
             return Arriving(Pending((send,)), 1, keep_in)
-        received = self.buffer(f"{role} received", ranks * mine)
-        return Arriving(all_to_all(received, send, [mine] * ranks, counts, self.ulysses), ranks, keep_in)
+        received = self.buffer(f"{role} received", ranks * local_heads)
+        return Arriving(all_to_all(received, send, [local_heads] * ranks, counts, self.ulysses), ranks, keep_in)
 
     @holds("exchange")
     def to_tokens(self, role: str, value: Tensor, counts: list[int], reuse: bool = True) -> Pending:
         """value [B, h, S, D] on this rank's heads -> [heads of all ranks, B, s, D] of this rank's tokens."""
-        ranks, mine = self.ulysses.size, counts[self.ulysses.rank]
+        ranks, local_heads = self.ulysses.size, counts[self.ulysses.rank]
         split = value.unflatten(2, (ranks, self.shape.tokens)).permute(2, 1, 0, 3, 4)
-        send = split.reshape(ranks * mine, self.shape.rows, self.shape.tokens, self.shape.head_dim).contiguous()
+        send = split.reshape(ranks * local_heads, self.shape.rows, self.shape.tokens, self.shape.head_dim).contiguous()
         if ranks == 1:
             return Pending((send,))
         received = self.buffer(f"{role} home", sum(counts)) if reuse else self._fresh(sum(counts))
-        return all_to_all(received, send, counts, [mine] * ranks, self.ulysses)
+        return all_to_all(received, send, counts, [local_heads] * ranks, self.ulysses)
 
 
 def _add_wide(total: Tensor, part: Tensor) -> Tensor:

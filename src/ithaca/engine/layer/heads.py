@@ -25,7 +25,7 @@ def to_tokens_first(value: Tensor, heads: list[int], into: Tensor) -> None:
 @lru_cache(maxsize=4096)
 def _runs(heads: tuple[int, ...]) -> tuple[tuple[slice, slice], ...]:
     """(slots, heads) of equal ascending steps that together make up `heads`."""
-    found, start = [], 0
+    runs, start = [], 0
     while start < len(heads):
         stop = start + 1
         step = heads[stop] - heads[start] if stop < len(heads) else 1
@@ -33,6 +33,6 @@ def _runs(heads: tuple[int, ...]) -> tuple[tuple[slice, slice], ...]:
             while stop < len(heads) and heads[stop] - heads[stop - 1] == step:
                 stop += 1
         step = max(step, 1)
-        found.append((slice(start, stop), slice(heads[start], heads[stop - 1] + 1, step)))
+        runs.append((slice(start, stop), slice(heads[start], heads[stop - 1] + 1, step)))
         start = stop
-    return tuple(found)
+    return tuple(runs)

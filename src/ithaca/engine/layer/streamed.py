@@ -45,7 +45,7 @@ class Pieces:
     def __init__(self, handles: list[Handle], pieces: list[slice], on_device: GpuStore | None = None) -> None:
         self.handles, self.pieces, self.on_device = handles, pieces, on_device
 
-    def each(self) -> Iterator[tuple[slice, Tensor]]:
+    def items(self) -> Iterator[tuple[slice, Tensor]]:
         for at, piece in enumerate(self.pieces):
             yield piece, self.read(at, self.handles[at + 1] if at + 1 < len(self.handles) else None)
 
@@ -65,8 +65,8 @@ class StoredInputs:
     def __init__(self, pieces: Pieces, tile: int | None) -> None:
         self.pieces, self.tile = pieces, tile
 
-    def each(self) -> Iterator[tuple[slice, Tensor]]:
-        for piece, x in self.pieces.each():
+    def items(self) -> Iterator[tuple[slice, Tensor]]:
+        for piece, x in self.pieces.items():
             for tile in tiles(x.shape[1], self.tile):
                 yield slice(piece.start + tile.start, piece.start + tile.stop), x[:, tile]
 
@@ -96,7 +96,7 @@ class StreamedSource(TokenSource):
 
     def fill(self, stage: int, heads: list[int], name: str, into: Tensor) -> None:
         stored = self.out if name == "out" else self.dout
-        for piece, value in stored[stage].each():
+        for piece, value in stored[stage].items():
             into[:, :, piece] = value
         stored[stage] = Pieces([], [])  # read for the last time
 
@@ -178,7 +178,7 @@ class StreamedLayer(torch.autograd.Function):
         _after_backward(call, source, ctx.inputs, dx, routing)
         # while this layer attends, the layer below (its input, attention output and lse) comes nearer
         order = ctx.order if call.run_store is call.store else sys.maxsize  # an upper layer with a store of its own
-        call.run_store.prefetch(order, sum(each.nbytes for each in (dx, *lses)) + _attended_bytes(call, dx))
+        call.run_store.prefetch(order, sum(tensor.nbytes for tensor in (dx, *lses)) + _attended_bytes(call, dx))
         call.attention.backward(source, dx, lses, [])
         source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None
@@ -235,7 +235,7 @@ def _after_backward(
     call: LayerCall, source: StreamedSource, inputs: Pieces, dx: Tensor, routing: Tensor | None
 ) -> None:
     """dy -> the gradient of the residual, in place; the gradient of the attention output goes to the store."""
-    for at, (piece, x) in enumerate(inputs.each()):
+    for at, (piece, x) in enumerate(inputs.items()):
         attended = source.gather(at)
         dattended = torch.empty_like(attended)
         for tile in tiles(x.shape[1], call.tile):

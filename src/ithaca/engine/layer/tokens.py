@@ -25,7 +25,7 @@ module_holds(__name__, "tile")
 class Inputs(Protocol):
     """The layer input, a tile at a time."""
 
-    def each(self) -> Iterator[tuple[slice, Tensor]]: ...
+    def items(self) -> Iterator[tuple[slice, Tensor]]: ...
 
 
 class WholeInputs:
@@ -34,7 +34,7 @@ class WholeInputs:
     def __init__(self, x: Tensor, tile: int | None) -> None:
         self.x, self.tile = x, tile
 
-    def each(self) -> Iterator[tuple[slice, Tensor]]:
+    def items(self) -> Iterator[tuple[slice, Tensor]]:
         for tile in tiles(self.x.shape[1], self.tile):
             yield tile, self.x[:, tile]
 
@@ -71,14 +71,14 @@ def after_backward(
     if counted is not None and routing is not None:
         outputs.append(counted[0])
         grads.append(routing)
-    found = differentiate(outputs, grads, [*inputs, *parameters])
-    gradients.add(parameters, found[2:])
-    assert found[0] is not None and found[1] is not None
-    return found[0], found[1]
+    derivatives = differentiate(outputs, grads, [*inputs, *parameters])
+    gradients.add(parameters, derivatives[2:])
+    assert derivatives[0] is not None and derivatives[1] is not None
+    return derivatives[0], derivatives[1]
 
 
 def add_routing(sums: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return tuple(torch.stack(each).sum(0) for each in zip(*sums, strict=True))
+    return tuple(torch.stack(tensors).sum(0) for tensors in zip(*sums, strict=True))
 
 
 def _count_routing(call: LayerCall, logits: Tensor | None, tile: slice) -> tuple[Tensor, Tensor] | None:
@@ -121,11 +121,11 @@ class TokenSource:
         return {name: project(bound, h, None if name == "v" else rope) for name, bound in bounds.items()}
 
     def _bind(self, heads: dict[str, list[int]]) -> dict[str, Bound]:
-        return {name: self.call.layer.projector.bind(name, _unique(each)) for name, each in heads.items()}
+        return {name: self.call.layer.projector.bind(name, _unique(indices)) for name, indices in heads.items()}
 
     def project(self, stage: int, heads: dict[str, list[int]], into: dict[str, Tensor]) -> None:
         bounds = self._bind(heads)
-        for tile, x in self.inputs.each():
+        for tile, x in self.inputs.items():
             with torch.set_grad_enabled(self.keep_graph):
                 h = leaf(self._normed(x), self.keep_graph)
                 values = self._project(bounds, h, tile)
@@ -136,10 +136,10 @@ class TokenSource:
 
     def receive(self, stage: int, heads: dict[str, list[int]], grads: dict[str, Tensor]) -> None:
         bounds = self.graph[1] if self.graph else self._bind(heads)
-        merged = {name: _merge(grads[name], each) for name, each in heads.items()}
-        leaves = [each for name in heads for each in bounds[name].leaves]
+        merged = {name: _merge(grads[name], indices) for name, indices in heads.items()}
+        leaves = [bound_leaf for name in heads for bound_leaf in bounds[name].leaves]
         totals: list[Tensor | None] = []
-        for tile, x in self.inputs.each():
+        for tile, x in self.inputs.items():
             if self.graph is not None:
                 h, _, values = self.graph
             else:
@@ -148,11 +148,11 @@ class TokenSource:
                     values = self._project(bounds, h, tile)
             outputs = [values[name] for name in heads]
             dvalues = [merged[name][:, :, tile].permute(1, 2, 0, 3) for name in heads]
-            found = differentiate(outputs, dvalues, [h, *(each.value for each in leaves)])
-            assert found[0] is not None
-            self.add_dh(tile, found[0])
-            totals = _add_each(totals, found[1:])
-            del found  # or these gradients would live on beside the next tile's
+            derivatives = differentiate(outputs, dvalues, [h, *(bound_leaf.value for bound_leaf in leaves)])
+            assert derivatives[0] is not None
+            self.add_dh(tile, derivatives[0])
+            totals = _add_each(totals, derivatives[1:])
+            del derivatives  # or these gradients would live on beside the next tile's
         self.graph = None
         self.gradients.add_leaves(leaves, totals)
 
@@ -176,16 +176,16 @@ class TokenSource:
             dx += self.dh
             return
         parameters = [p for p in norm.parameters() if p.requires_grad]
-        for tile, x in self.inputs.each():
+        for tile, x in self.inputs.items():
             if self.norm_graph is not None:
                 start, value = self.norm_graph
             else:
                 with torch.enable_grad():
                     start = leaf(x, True)
                     value = self.call.layer.normed(start)
-            found = differentiate([value], [self.dh[:, tile].to(value.dtype)], [start, *parameters])
-            dx[:, tile] += found[0]  # pyright: ignore[reportOperatorIssue]
-            self.gradients.add(parameters, found[1:])
+            derivatives = differentiate([value], [self.dh[:, tile].to(value.dtype)], [start, *parameters])
+            dx[:, tile] += derivatives[0]  # pyright: ignore[reportOperatorIssue]
+            self.gradients.add(parameters, derivatives[1:])
 
 
 def _unique(heads: list[int]) -> list[int]:

@@ -194,45 +194,47 @@ def _layer(index: int, module: Any, base: Any, config: Any, family: Family, norm
 
 def _structure_violations(base: Any, family: Family) -> list[str]:
     """Parts a layer has and the table does not know, or the other way round."""
-    found = []
+    problems = []
     for index, layer in enumerate(base.layers):
         for module, expected in ((layer, family.layer_parts), (layer.self_attn, family.attention_parts)):
             parts = {name for name, _ in module.named_children()}
             if parts != expected:
                 odd = sorted(parts ^ expected)
                 name = type(module).__name__
-                found.append(f"{name} of layer {index} differs from the known structure in {', '.join(odd)}")
-                return found  # one layer tells enough
+                problems.append(f"{name} of layer {index} differs from the known structure in {', '.join(odd)}")
+                return problems  # one layer tells enough
             direct = [name for name, _ in module.named_parameters(recurse=False)]
             if direct:
-                found.append(f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct)}")
-                return found
-    return found
+                problems.append(
+                    f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct)}"
+                )
+                return problems
+    return problems
 
 
 def _adapter_violations(model: Any, inner: Any) -> list[str]:
-    found = []
+    problems = []
     for config in getattr(model, "peft_config", {}).values():
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-            found.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
+            problems.append(f"PEFT type {config.peft_type} is not supported; use LoRA")
     for name, module in inner.named_modules():
         if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "base_layer"):
             problem = adapter_violation(module, name)
             if problem:
-                found.append(problem)
+                problems.append(problem)
     for index, layer in enumerate(inner.model.layers):
         for part in ("q_proj", "k_proj", "v_proj"):
             linear = getattr(layer.self_attn, part, None)
             problem = linear and linear_violation(linear, f"model.layers.{index}.self_attn.{part}")
-            if problem and problem not in found:
-                found.append(problem)
+            if problem and problem not in problems:
+                problems.append(problem)
     problem = linear_violation(inner.lm_head, "lm_head")
-    if problem and problem not in found:
-        found.append(problem)
+    if problem and problem not in problems:
+        problems.append(problem)
     if type(inner.model.embed_tokens).__module__.startswith("peft"):
         kind = type(inner.model.embed_tokens).__name__
-        found.append(f"embed_tokens is wrapped by PEFT ({kind}); leave it out of target_modules and modules_to_save")
-    return found
+        problems.append(f"embed_tokens is wrapped by PEFT ({kind}); leave it out of target_modules and modules_to_save")
+    return problems
 
 
 def _check_rope(base: Any, config: Any, layers: list[Layer]) -> None:

@@ -70,22 +70,22 @@ def read_config(folder: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     path = Path(folder) / "config.json"
     read_settings(path)
     try:
-        found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, OSError):
         raise
     except Exception as error:  # transformers raises whatever its parts raise
         raise ValueError(f"{path} is refused by transformers: {_first_line(error)}") from None
-    return harmless(found)
+    return harmless(config)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """What a config.json says, with sizes that can be believed; ValueError says what cannot. Imports nothing heavy."""
     try:
-        found = read_json(path)
+        settings = read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); name the folder of a local model") from None
-    check_settings(found, str(path))
-    return found
+    check_settings(settings, str(path))
+    return settings
 
 
 def check_settings(settings: Any, where: str) -> None:
@@ -111,7 +111,7 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
         if name in _ROPE:
             yield from _rope_problems(name, value)
         elif isinstance(value, dict) and name.endswith("_config"):  # a model inside a model
-            yield from (f"{name}.{each}" for each in _problems(value))
+            yield from (f"{name}.{problem}" for problem in _problems(value))
         elif known or isinstance(value, (int, float)):  # what other families mean by a list is theirs to say
             yield from _field_problems(name, value)
     if known:
@@ -139,8 +139,8 @@ def _field_problems(name: str, value: Any) -> Iterator[str]:
         if value not in _ACTIVATIONS:
             yield f"{name}={_shown(value)} must be one of {', '.join(_ACTIVATIONS)}"
     elif name in _TOKENS:
-        for each in value if isinstance(value, list) else [value]:
-            if type(each) is not int or not -1 <= each <= _SIZES["vocab_size"]:
+        for token in value if isinstance(value, list) else [value]:
+            if type(token) is not int or not -1 <= token <= _SIZES["vocab_size"]:
                 yield f"{name}={_shown(value)} must be a token id"
                 return
     elif isinstance(value, (int, float)) and not -_LARGEST < value < _LARGEST:
@@ -153,29 +153,31 @@ def _rope_problems(name: str, value: Any) -> Iterator[str]:
     if not isinstance(value, dict):
         yield f"{name}={_shown(value)} must be an object"
         return
-    for key, each in value.items():
-        if isinstance(each, dict):  # a table for each kind of layer
-            yield from _rope_problems(f"{name}.{key}", each)
+    for key, entry in value.items():
+        if isinstance(entry, dict):  # a table for each kind of layer
+            yield from _rope_problems(f"{name}.{key}", entry)
         elif key in ("short_factor", "long_factor"):
             most = _SIZES["head_dim"] // 2
-            if not isinstance(each, list) or len(each) > most or not all(_number(one) and one > 0 for one in each):
-                yield f"{name}.{key}={_shown(each)} must be a list of at most {most:,} numbers above 0"
+            if not isinstance(entry, list) or len(entry) > most or not all(_number(one) and one > 0 for one in entry):
+                yield f"{name}.{key}={_shown(entry)} must be a list of at most {most:,} numbers above 0"
         else:
-            yield from (f"{name}.{problem}" for problem in _field_problems(key, each))
+            yield from (f"{name}.{problem}" for problem in _field_problems(key, entry))
 
 
 def _together(settings: Mapping[str, Any]) -> Iterator[str]:
     """What fields of a family that is known say about each other, where each by itself is right."""
     sizes = {name: settings[name] for name in _SIZES if type(settings.get(name)) is int}
     layers, kinds = sizes.get("num_hidden_layers"), settings.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(each in _LAYERS for each in kinds)):
+    if kinds is not None and not (isinstance(kinds, list) and all(kind in _LAYERS for kind in kinds)):
         yield f"layer_types={_shown(kinds)} must be a list of {' and '.join(_LAYERS)}"
     elif kinds is not None and len(kinds) != layers:
         yield f"layer_types has {len(kinds)} entries, and num_hidden_layers is {_shown(layers)}"
     dense = settings.get("mlp_only_layers")
-    if dense is not None and not (isinstance(dense, list) and all(type(each) is int and each >= 0 for each in dense)):
+    if dense is not None and not (
+        isinstance(dense, list) and all(type(layer) is int and layer >= 0 for layer in dense)
+    ):
         yield f"mlp_only_layers={_shown(dense)} must be a list of layers"
-    hidden, heads, groups = (sizes.get(each) for each in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    hidden, heads, groups = (sizes.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if heads and groups and heads > 0 and groups > 0 and heads % groups:
         yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
     if hidden and heads and heads > 0 and settings.get("head_dim") is None and hidden % heads:
@@ -183,7 +185,7 @@ def _together(settings: Mapping[str, Any]) -> Iterator[str]:
     experts = max(sizes.get("num_experts", 0), sizes.get("num_local_experts", 0))
     if 0 < experts < sizes.get("num_experts_per_tok", 0):
         yield f"num_experts_per_tok={sizes['num_experts_per_tok']} is more than the {experts} experts there are"
-    if hidden and heads and layers and all(each > 0 for each in (hidden, heads, layers)):
+    if hidden and heads and layers and all(size > 0 for size in (hidden, heads, layers)):
         wide = max(sizes.get("intermediate_size", 0), sizes.get("moe_intermediate_size", 0) * max(experts, 1))
         if experts and "moe_intermediate_size" not in sizes:
             wide *= experts

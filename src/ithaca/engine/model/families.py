@@ -85,30 +85,30 @@ FAMILIES: dict[str, Family] = {
 
 def config_violations(config: Any) -> list[str]:
     """Settings of a config that no exact path exists for, each with its remedy."""
-    found = []
+    problems = []
     for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
         if getattr(config, name, 0.0):
-            found.append(f"config.{name}={getattr(config, name)} makes results random; set it to 0.0")
+            problems.append(f"config.{name}={getattr(config, name)} makes results random; set it to 0.0")
     if getattr(config, "attn_logit_softcapping", None):
-        found.append(
+        problems.append(
             f"config.attn_logit_softcapping={config.attn_logit_softcapping} changes the attention scores inside the "
             "kernel, and no kernel here can; set it to None if the checkpoint was trained without it"
         )
     if getattr(config, "use_bidirectional_attention", None):
-        found.append("config.use_bidirectional_attention is set, but only causal attention is supported; unset it")
+        problems.append("config.use_bidirectional_attention is set, but only causal attention is supported; unset it")
     if not getattr(config, "is_causal", True):
-        found.append(
+        problems.append(
             "config.is_causal=False makes attention see the future, but only causal attention is supported; unset it"
         )
     if getattr(config, "router_jitter_noise", 0.0):
-        found.append(f"config.router_jitter_noise={config.router_jitter_noise} makes routing random; set it to 0.0")
+        problems.append(f"config.router_jitter_noise={config.router_jitter_noise} makes routing random; set it to 0.0")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
-            found.append(f"config.{name}=True would keep tensors that are never whole here; set it to False")
+            problems.append(f"config.{name}=True would keep tensors that are never whole here; set it to False")
     if getattr(config, "quantization_config", None):
-        found.append(
+        problems.append(
             "the model is quantised, and quantised weights have no exact path here; load it in bf16 or float32"
         )
     if getattr(config, "pretraining_tp", 1) not in (None, 1):
-        found.append(f"config.pretraining_tp={config.pretraining_tp} splits projections differently; set it to 1")
-    return found
+        problems.append(f"config.pretraining_tp={config.pretraining_tp} splits projections differently; set it to 1")
+    return problems

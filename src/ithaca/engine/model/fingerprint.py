@@ -102,28 +102,28 @@ class Fingerprint:
 
     def changes(self) -> list[str]:
         """What has changed and matters, in words."""
-        found = list(self._config_changes())
+        changes = list(self._config_changes())
         for i, noted in enumerate(self.modules):
             if noted.same():
                 continue
             problems = list(self._module_changes(noted))
-            found += problems
+            changes += problems
             if not problems:
                 self.modules[i] = _Noted(noted.name, noted.module)
         for name, module, dropouts in self.adapters:
             merged = module.merged_adapters
-            if (merged or any(getattr(each, "p", 0) for each in dropouts.values())) and (
+            if (merged or any(getattr(dropout, "p", 0) for dropout in dropouts.values())) and (
                 problem := adapter_violation(module, name)
             ):
-                found.append(problem)
+                changes.append(problem)
         for name, module, noted in self.settings:
             values = vars(module)
             for key, value in noted.items():
                 if values.get(key) != value:
-                    found.append(
+                    changes.append(
                         f"{name}.{key} was {value!r} when the model was prepared, now {values.get(key)!r}; {_AGAIN}"
                     )
-        return [*found, *self._parameter_changes(), *function_violations(self.inner)]
+        return [*changes, *self._parameter_changes(), *function_violations(self.inner)]
 
     def _config_changes(self) -> Iterator[str]:
         if self.inner.config is not self.config:

@@ -151,18 +151,18 @@ def model_violations(model: nn.Module, inner: Any, family: Family) -> list[str]:
     twin = _twin(inner)
     if isinstance(twin, str):
         return [twin]
-    found = [*function_violations(inner), *_setting_violations(inner, twin), *_sharing_violations(inner)]
+    problems = [*function_violations(inner), *_setting_violations(inner, twin), *_sharing_violations(inner)]
     if model is not inner:
         for name, wrapper in (("the PEFT model", model), ("its base_model", getattr(model, "base_model", model))):
-            found += _part_violations(name, wrapper)
+            problems += _part_violations(name, wrapper)
     built = dict(twin.named_modules())
     for name, module in replaced(inner):
-        found += _part_violations(name or "the model", module, built.get(name))
+        problems += _part_violations(name or "the model", module, built.get(name))
     for name, parameter in inner.named_parameters():
-        found += _parameter_violations(name, parameter)
-    if not found:  # what is wrong already may break a call
-        found += _tried(inner, built, family)
-    return _first_of_each(found)
+        problems += _parameter_violations(name, parameter)
+    if not problems:  # what is wrong already may break a call
+        problems += _tried(inner, built, family)
+    return _first_of_each(problems)
 
 
 def _twin(inner: Any) -> Any:
@@ -262,17 +262,17 @@ def _setting_violations(inner: Any, twin: Any) -> Iterator[str]:
             return
     modules = dict(twin.named_modules())
     for name, module in [*settled(inner)]:
-        for key, (mine, built) in _differences(module, modules[name]).items():
+        for key, (actual, built) in _differences(module, modules[name]).items():
             yield (
-                f"{name or 'model'}.{key} is {mine!r}, but model.config makes it {built!r}: one of them was changed after the "
+                f"{name or 'model'}.{key} is {actual!r}, but model.config makes it {built!r}: one of them was changed after the "
                 "model was built; set it back, or build the model from its config"
             )
     shapes = {name.replace(".base_layer", ""): p.shape for name, p in inner.named_parameters(remove_duplicate=False)}
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         part = name.split(".")[-2]
         if part in ("q_proj", "k_proj", "v_proj", "embed_tokens", "lm_head") and shapes.get(name) != parameter.shape:
-            mine = list(shapes[name]) if name in shapes else "missing"
-            yield f"{name} is {mine}, but model.config makes it {list(parameter.shape)}; set the config right"
+            shape = list(shapes[name]) if name in shapes else "missing"
+            yield f"{name} is {shape}, but model.config makes it {list(parameter.shape)}; set the config right"
 
 
 def settled(inner: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -297,11 +297,11 @@ def settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _differences(module: nn.Module, twin: nn.Module) -> dict[str, tuple[Any, Any]]:
-    mine, built = settings(module), settings(twin)
+    actual, built = settings(module), settings(twin)
     other = (
-        key for key in built if mine.get(key) != built.get(key) and key != "gradient_checkpointing"
+        key for key in built if actual.get(key) != built.get(key) and key != "gradient_checkpointing"
     )  # said elsewhere
-    return {key: (mine.get(key), built.get(key)) for key in other}
+    return {key: (actual.get(key), built.get(key)) for key in other}
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -358,10 +358,10 @@ def _tried(inner: Any, built: dict[str, nn.Module], family: Family) -> Iterator[
 def _stock(module: Any, built: nn.Module) -> bool:
     """Whether a called part is what transformers makes it: the same classes, unpatched, without hooks."""
     if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "base_layer"):
-        return _stock(module.base_layer, built) and all(_clean(each) for each in module.modules())
+        return _stock(module.base_layer, built) and all(_clean(submodule) for submodule in module.modules())
     if type(module).__module__.startswith("peft.utils.") and hasattr(module, "modules_to_save"):
         copies = [module.original_module, *module.modules_to_save.values()]
-        return _clean(module) and all(_stock(each, built) for each in copies)
+        return _clean(module) and all(_stock(part, built) for part in copies)
     parts, others = dict(module.named_children()), dict(built.named_children())
     same = type(module) is type(built) and _clean(module) and parts.keys() == others.keys()
     return same and all(_stock(part, others[name]) for name, part in parts.items())

@@ -109,8 +109,8 @@ class Projector:
         device = next(linear.parameters()).device
         key = ("rows", heads, device)
         if key not in self.cache:
-            each = torch.arange(self.head_dim, device=device)
-            self.cache[key] = (self._index(heads, device)[:, None] * self.head_dim + each).flatten()
+            offsets = torch.arange(self.head_dim, device=device)
+            self.cache[key] = (self._index(heads, device)[:, None] * self.head_dim + offsets).flatten()
         return self.cache[key]
 
     def _index(self, heads: tuple[int, ...], device: torch.device) -> Tensor:

@@ -45,8 +45,8 @@ class ModelSizes:
 
     @property
     def mlp_weights(self) -> int:
-        each = 3 * self.hidden * self.intermediate
-        return each if not self.experts else each * self.experts + self.hidden * self.experts
+        mlp = 3 * self.hidden * self.intermediate
+        return mlp if not self.experts else mlp * self.experts + self.hidden * self.experts
 
     @property
     def norms(self) -> int:

@@ -50,13 +50,13 @@ def _mixing(function: Callable[[Tensor], Any], x: Tensor) -> str | None:
     order = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
     company = x.clone()
     company[:, 1:] = x[:, 1:].flip(1) * 64 if x.is_floating_point() else x[:, 1:].flip(1)
-    for other, mine, what in (
+    for other, expected, what in (
         (function(x[:, order]), y[:, order], "depends on the place of a token in its tile"),
         (function(x[:, :1]), y[:, :1], "depends on how many tokens there are"),
         (function(x[:1]), y[:1], "depends on how many rows there are"),
         (function(company)[:, :1], y[:, :1], "depends on the other tokens"),
     ):
-        if not _close(other, mine):
+        if not _close(other, expected):
             return f"gives a result that {what}"
     return _leak(function, x) if x.is_floating_point() else None
 
@@ -70,8 +70,8 @@ def _leak(function: Callable[[Tensor], Any], x: Tensor) -> str | None:
     weight = torch.randn_like(y[:, :1])
     (grad,) = torch.autograd.grad((y[:, :1] * weight).sum(), x)
     alone = x[:, :1].detach().requires_grad_()
-    (mine,) = torch.autograd.grad((function(alone) * weight).sum(), alone)
-    if grad[:, 1:].count_nonzero() or not _close(mine, grad[:, :1]):
+    (alone_grad,) = torch.autograd.grad((function(alone) * weight).sum(), alone)
+    if grad[:, 1:].count_nonzero() or not _close(alone_grad, grad[:, :1]):
         return "passes gradients of one token on to others"
     return None
 

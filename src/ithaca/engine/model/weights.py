@@ -161,8 +161,8 @@ class Folder:
     def __init__(self, folder: Path) -> None:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
-            found = read_json(index)
-            where = found.get("weight_map") if isinstance(found, dict) else None
+            contents = read_json(index)
+            where = contents.get("weight_map") if isinstance(contents, dict) else None
             if not isinstance(where, dict) or not where:
                 raise ValueError(f"{index} has no weight_map, a table of names and files; download it again")
             try:
@@ -264,9 +264,9 @@ _EXPERTS = re.compile(r"(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
 
 def _expert_names(name: str, expert: int) -> list[list[str]]:
     """The checkpoint names of one expert's matrices, for each layout in use."""
-    found = _EXPERTS.match(name)
-    assert found is not None
-    base, part = found.groups()
+    match = _EXPERTS.match(name)
+    assert match is not None
+    base, part = match.groups()
     mixtral = base.removesuffix(".mlp") + f".block_sparse_moe.experts.{expert}"
     qwen = f"{base}.experts.{expert}"
     if part == "gate_up_proj":
@@ -302,7 +302,7 @@ def _check(model: nn.Module, files: Folder, folder: Path) -> None:
     """Names and shapes of all parameters, by the files' headers: before any rank has filled anything."""
     wanted = {saved: p.shape for name, p in model.named_parameters() if (saved := saved_name(name)) is not None}
     sources = {name: _sources(files, name, shape) for name, shape in wanted.items()}
-    missing = [name for name, found in sources.items() if found is None]
+    missing = [name for name, groups in sources.items() if groups is None]
     if missing:
         raise ValueError(
             f"{folder} lacks {len(missing)} of the model's parameters, for example {missing[0]}; pass the folder this "
@@ -313,10 +313,10 @@ def _check(model: nn.Module, files: Folder, folder: Path) -> None:
             whole = names == [name] or not _EXPERTS.match(name)
             want = tuple(shape if whole else shape[1:])
             shapes = [files.shape(source) for source in names]
-            found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-            if found != want or len({shape[1:] for shape in shapes}) > 1:
+            stored_shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if stored_shape != want or len({shape[1:] for shape in shapes}) > 1:
                 raise ValueError(
-                    f"{' + '.join(names)} has shape {found} in {folder}, but {name} of the model needs {want}; pass the "
+                    f"{' + '.join(names)} has shape {stored_shape} in {folder}, but {name} of the model needs {want}; pass the "
                     "folder this model's config came from"
                 )
 

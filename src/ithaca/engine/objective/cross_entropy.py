@@ -35,12 +35,12 @@ class LossTerms:
     logit_cap: float | None = None
 
     def violations(self) -> list[str]:
-        found = []
+        problems = []
         if not 0.0 <= self.label_smoothing <= 1.0:
-            found.append(f"label_smoothing={self.label_smoothing} must be between 0 and 1; use 0.0 to switch it off")
+            problems.append(f"label_smoothing={self.label_smoothing} must be between 0 and 1; use 0.0 to switch it off")
         if not 0.0 <= self.z_loss < float("inf"):
-            found.append(f"z_loss={self.z_loss} must be finite and not negative; use 0.0 to switch it off")
-        return found
+            problems.append(f"z_loss={self.z_loss} must be finite and not negative; use 0.0 to switch it off")
+        return problems
 
 
 class LossKernel:
@@ -133,10 +133,10 @@ class _LossFunction(torch.autograd.Function):
                 loss, output, grad = of_tile(head(leaf), labels[:, at], terms, scale, learn)
             total += loss
             if dx is not None:
-                found = differentiate([output], [grad], [leaf, *parameters])
-                dx[:, at] = found[0]  # pyright: ignore[reportArgumentType]
-                gradients.add(parameters, found[1:])
-                del found  # or the head's gradient of this tile would live on beside the next one's
+                derivatives = differentiate([output], [grad], [leaf, *parameters])
+                dx[:, at] = derivatives[0]  # pyright: ignore[reportArgumentType]
+                gradients.add(parameters, derivatives[1:])
+                del derivatives  # or the head's gradient of this tile would live on beside the next one's
             del output, grad  # likewise the logits
         ctx.dx, ctx.grads = dx, [gradients.take(p) for p in parameters]
         return total

@@ -65,8 +65,8 @@ def _rows(
         peak = tl.max(top, 0)
         lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
         chosen = tl.load(logits + label).to(tl.float32)
-        each = smoothing / vocabulary
-        loss = lse - (1.0 - smoothing) * chosen - each * tl.sum(plain, 0) + z_loss * lse * lse
+        uniform = smoothing / vocabulary
+        loss = lse - (1.0 - smoothing) * chosen - uniform * tl.sum(plain, 0) + z_loss * lse * lse
         tl.store(losses + row, loss * scale)
         if LEARN:
             slope = 1.0 + 2.0 * z_loss * lse
@@ -74,6 +74,6 @@ def _rows(
                 at = start + columns
                 inside = at < vocabulary
                 x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-                grad = tl.exp(x - lse) * slope - each
+                grad = tl.exp(x - lse) * slope - uniform
                 grad = tl.where(at == label, grad - (1.0 - smoothing), grad)
                 tl.store(logits + at, (grad * scale).to(logits.dtype.element_ty), mask=inside)

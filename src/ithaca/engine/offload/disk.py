@@ -138,7 +138,7 @@ class DiskStore(Store):
         while self._leaving:
             oldest = self._leaving[0]
             if not oldest.left.is_set():
-                if len(self._leaving) < 2 or sum(each.nbytes for each in self._leaving) <= IN_FLIGHT:
+                if len(self._leaving) < 2 or sum(transfer.nbytes for transfer in self._leaving) <= IN_FLIGHT:
                     break
                 with self._waits.span(stream):
                     oldest.left.wait()

@@ -83,7 +83,7 @@ class HostStore(Store):
 
     def _keep(self, tensors: list[Tensor]) -> _Entry:
         while len(self._leaving) >= 2 and (
-            self._leaving[0].over.query() or sum(each.source.nbytes for each in self._leaving) > IN_FLIGHT
+            self._leaving[0].over.query() or sum(leaving.source.nbytes for leaving in self._leaving) > IN_FLIGHT
         ):
             self._retire_oldest()
         packed = [pack(tensor) for tensor in tensors]

@@ -55,8 +55,8 @@ class ScratchFile:
         return f"scratch folder {self.folder} on {self.filesystem}"
 
     def free_bytes(self) -> int:
-        found = os.statvfs(self.folder)
-        return found.f_bavail * found.f_frsize
+        stats = os.statvfs(self.folder)
+        return stats.f_bavail * stats.f_frsize
 
     def too_small(self, free: int, needed: int) -> str:
         more = " more" if self.size else ""

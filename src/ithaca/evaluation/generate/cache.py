@@ -39,12 +39,14 @@ class LayerCache:
 
     def add(self, x: Tensor, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
         """x: layer input [1, t, d] of the tokens to keep, at these positions [t]."""
-        found = []
+        pairs = []
         for tile in tiles(x.shape[1], TILE):
             _, k, v = self.heads(x[:, tile], positions[tile], rope, dtype, "kv")
-            found.append((k, v))
-        if found and x.shape[1]:
-            keys, values = (torch.cat(each, 1)[0].transpose(0, 1).contiguous() for each in zip(*found, strict=True))
+            pairs.append((k, v))
+        if pairs and x.shape[1]:
+            keys, values = (
+                torch.cat(tensors, 1)[0].transpose(0, 1).contiguous() for tensors in zip(*pairs, strict=True)
+            )
             self.parts.append((keys, values, positions[:, None]))
 
     def heads(

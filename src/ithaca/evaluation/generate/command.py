@@ -38,10 +38,10 @@ def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
         )
     run, _ = load_model(opened, hf, device_of(config), length=len(prompt) + most)
     begin = time.perf_counter()
-    found = generate(
+    answer = generate(
         run, prompt, most=most, stop=stops(tokenizer, getattr(run.decoder.model, "generation_config", None))
     )
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(tokenizer.decode(found, skip_special_tokens=True).strip())
-        print(f"({len(prompt):,} tokens read, {len(found)} written, {time.perf_counter() - begin:.1f} s)")
+        print(tokenizer.decode(answer, skip_special_tokens=True).strip())
+        print(f"({len(prompt):,} tokens read, {len(answer)} written, {time.perf_counter() - begin:.1f} s)")
     return 0

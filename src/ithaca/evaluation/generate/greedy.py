@@ -33,11 +33,11 @@ def generate(run: Run, prompt: Sequence[int], *, most: int, stop: Collection[int
     if not prompt or most < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens and {most} new ones: both must be at least 1")
     session = Session(run, len(prompt) + most)
-    found = [session.prefill(prompt)]
-    while len(found) < most and found[-1] not in stop:
-        found.append(session.step(found[-1]))
+    tokens = [session.prefill(prompt)]
+    while len(tokens) < most and tokens[-1] not in stop:
+        tokens.append(session.step(tokens[-1]))
     at_rest(run)
-    return found
+    return tokens
 
 
 class Session:
@@ -87,7 +87,7 @@ class Session:
         run, place = self.run, self.length
         self.length += 1
         ranks = run.mesh.ulysses.size * run.mesh.ring.size
-        mine = run.mesh.ring.rank * run.mesh.ulysses.size + run.mesh.ulysses.rank == place % ranks
+        owner = run.mesh.ring.rank * run.mesh.ulysses.size + run.mesh.ulysses.rank == place % ranks
         x = run.decoder.embedding(torch.tensor([[token]], device=run.mesh.device))
         wide = _rope_dtype(run, x)
         where = torch.tensor([place], device=run.mesh.device)
@@ -97,7 +97,7 @@ class Session:
                 rope = self.ropes[layer.rope_type]
                 q, k, v = cache.heads(x, where, rope, wide)
                 assert q is not None
-                if mine:
+                if owner:
                     cache.parts.append((k[0].transpose(0, 1), v[0].transpose(0, 1), where[:, None]))
                 return layer.after(x, cache.attend(q[0, 0], place, run.mesh))[0]
 

@@ -40,7 +40,7 @@ def stops(tokenizer: Any, generation: Any) -> set[int]:
     """Tokens that end an answer: the tokenizer's, and those the model's generation settings name."""
     named = getattr(generation, "eos_token_id", None)
     return {
-        each
-        for each in ([tokenizer.eos_token_id] + (named if isinstance(named, list) else [named]))
-        if each is not None
+        token
+        for token in ([tokenizer.eos_token_id] + (named if isinstance(named, list) else [named]))
+        if token is not None
     }

@@ -18,21 +18,21 @@ from .wanted import Wanted
 def main() -> int:
     wanted = Wanted.read(json.load(sys.stdin))
     try:
-        found = measure(wanted)
+        measured = measure(wanted)
     except Exception as error:
         print(str(error).splitlines()[0] if str(error) else type(error).__name__, file=sys.stderr)
         return code_of(error)
-    seconds = median(step["seconds"] for step in found.steps if step["seconds"] is not None)
-    peaks = [step["peak"] for step in found.steps if step["peak"] is not None]
-    tensors = max(peaks) if peaks else found.account.peak
+    seconds = median(step["seconds"] for step in measured.steps if step["seconds"] is not None)
+    peaks = [step["peak"] for step in measured.steps if step["peak"] is not None]
+    tensors = max(peaks) if peaks else measured.account.peak
     answer = {
-        "peak": tensors + sum(found.around.values()),
+        "peak": tensors + sum(measured.around.values()),
         "tensors": tensors,
-        "tokens_per_second": found.tokens / seconds,
+        "tokens_per_second": measured.tokens / seconds,
         "seconds": seconds,
-        "categories": found.account.categories,
-        "device": found.device,
-        "kernel": found.kernels_of,
+        "categories": measured.account.categories,
+        "device": measured.device,
+        "kernel": measured.kernels_of,
     }
     print(json.dumps(answer))
     return 0

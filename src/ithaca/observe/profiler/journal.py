@@ -60,7 +60,7 @@ class Journal(LiveBytes):
                 self._change(storage, held.nbytes, "kept", held.line, held.module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it comes again with its shards, which are what takes memory
         if not self._counts:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -152,10 +152,10 @@ def _column(series: dict[str, array], at: int) -> dict[str, int]:
 
 
 def _ranked(held: Counter[int], name: Any) -> list[tuple[str, int]]:
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for label, nbytes in held.items():
-        found[name(label)] += nbytes
-    return [(each, nbytes) for each, nbytes in found.most_common() if nbytes]
+        totals[name(label)] += nbytes
+    return [(key, nbytes) for key, nbytes in totals.most_common() if nbytes]
 
 
 def _timeline(journal: Journal, series: dict[str, array], points: list[int]) -> dict[str, Any]:

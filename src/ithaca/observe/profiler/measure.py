@@ -61,12 +61,12 @@ def measure(wanted: Wanted, folder: Path | None = None, say: Callable[[str], obj
     try:
         return _measure(wanted, folder, say)
     except (MemoryError, RuntimeError) as error:
-        told = str(error).splitlines()[0] if str(error) else "out of memory"
+        message = str(error).splitlines()[0] if str(error) else "out of memory"
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not known and "can't allocate memory" not in told and "out of memory" not in told:  # as others say it
+        if not known and "can't allocate memory" not in message and "out of memory" not in message:  # as others say it
             raise
         used = torch.cuda.max_memory_allocated(wanted.device) if not wanted.cpu else 0
-        raise OutOfMemory(told, used) from error
+        raise OutOfMemory(message, used) from error
 
 
 def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) -> Measured:
@@ -89,7 +89,7 @@ def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) 
             timed.append(_timed(step, gpu))
         store = step.run.report()["store"]
         around = _around(device) if gpu else {}
-        found = Measured(
+        measured = Measured(
             torch.cuda.get_device_name(device) if gpu else "CPU",
             next(iter(step.run.kernels.chosen.values())).name,
             timed,
@@ -100,12 +100,12 @@ def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) 
         )
         if folder is not None:
             say("a step under torch's profiler")
-            _trace(step, device, folder, found)
+            _trace(step, device, folder, measured)
         say("a step whose memory is counted")
         journal = _count(step, device)
-        found.account = read(journal)
-        found.allocated = journal.allocated if gpu else None
-    return found
+        measured.account = read(journal)
+        measured.allocated = journal.allocated if gpu else None
+    return measured
 
 
 def _timed(step: Steps, gpu: bool) -> dict[str, float | int | None]:
@@ -128,7 +128,7 @@ def _around(device: torch.device) -> dict[str, int]:
     }
 
 
-def _trace(step: Steps, device: torch.device, folder: Path, found: Measured) -> None:
+def _trace(step: Steps, device: torch.device, folder: Path, measured: Measured) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     gpu = device.type == "cuda"
@@ -141,13 +141,13 @@ def _trace(step: Steps, device: torch.device, folder: Path, found: Measured) -> 
         if gpu:
             torch.cuda.synchronize()
     profiler.export_chrome_trace(str(folder / TRACE))
-    found.files["trace"] = TRACE
+    measured.files["trace"] = TRACE
     if gpu:
-        found.files["snapshot"] = SNAPSHOT
+        measured.files["snapshot"] = SNAPSHOT
     spans = read_spans(profiler, device.type)
-    found.kernels = by_time(spans)
+    measured.kernels = by_time(spans)
     if gpu:
-        found.busy, found.copies = busy(spans), copies_alone(spans)
+        measured.busy, measured.copies = busy(spans), copies_alone(spans)
 
 
 @contextmanager
@@ -167,11 +167,11 @@ def _count(step: Steps, device: torch.device) -> Journal:
     gc.collect()
     journal = Journal(device)
     everything = gc.get_objects()
-    for buffer in (each for each in everything if type(each) is HostBuffer):
+    for buffer in (obj for obj in everything if type(obj) is HostBuffer):
         journal.ignore(buffer.bytes)
-    batch = [each for each in vars(step.batch).values() if isinstance(each, Tensor)]
-    kept = [each for each in everything if type(each) is Tensor and each.device == device]
-    kept = [each for each in kept if each.untyped_storage().nbytes()]  # FSDP2 has empty ones to fill later
+    batch = [value for value in vars(step.batch).values() if isinstance(value, Tensor)]
+    kept = [obj for obj in everything if type(obj) is Tensor and obj.device == device]
+    kept = [tensor for tensor in kept if tensor.untyped_storage().nbytes()]  # FSDP2 has empty ones to fill later
     tell_residents(run, journal, names, step.optimizer, {"kept between steps": kept, "the batch": batch})
     del everything, kept, batch
     for name, tensor in step.held.items():

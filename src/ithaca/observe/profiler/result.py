@@ -30,8 +30,8 @@ class Profile:
     whole: ModelSizes  # of which a few layers may have been run
 
     @classmethod
-    def of(cls, wanted: Wanted, measured: Measured, found: Plan) -> Profile:
-        return cls(wanted, measured, expected(found, wanted, measured.kernels_of), found.model)
+    def of(cls, wanted: Wanted, measured: Measured, plan: Plan) -> Profile:
+        return cls(wanted, measured, expected(plan, wanted, measured.kernels_of), plan.model)
 
     @property
     def gpu(self) -> bool:

@@ -23,7 +23,7 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def measure_ladder(
-    found: Ladder,
+    ladder: Ladder,
     model: str,
     *,
     layers: int | None,
@@ -38,26 +38,26 @@ def measure_ladder(
     """Fill in what was measured, rung by rung. sweeps: the sweeps too. kernel: the one to attend with, not the machine's best.
     run: measures one case (default: in another process)."""
     if cpu:  # all of it, so that the bars of one drawing can be compared
-        for each in [*found.rungs, *(point for points in found.sweeps.values() for point in points)]:
-            each.plan = replace(each.plan, around=False)
-    named: list[tuple[str, Measurable]] = [(rung.name, rung) for rung in found.rungs]
+        for case in [*ladder.rungs, *(point for points in ladder.sweeps.values() for point in points)]:
+            case.plan = replace(case.plan, around=False)
+    named: list[tuple[str, Measurable]] = [(rung.name, rung) for rung in ladder.rungs]
     if sweeps:
-        named += [(f"{name}={point.value}", point) for name, points in found.sweeps.items() for point in points]
-    for name, each in named:
+        named += [(f"{name}={point.value}", point) for name, points in ladder.sweeps.items() for point in points]
+    for name, case in named:
         say(f"measuring {name}")
-        job = each.plan.job
+        job = case.plan.job
         groups = job.world // job.stack.context_ranks
         if job.rows % groups:  # GPUs that do not share a sequence have one each
             job = replace(job, rows=groups)
         if kernel is not None:
             job = replace(job, stack=replace(job.stack, attention=kernel))
         wanted = Wanted(job=job, model=model, layers=layers, steps=steps, cpu=cpu, limit=limit)
-        planned = each.plan.allocated
+        planned = case.plan.allocated
         if cpu and planned > ROOM * psutil.virtual_memory().available:
             answer = problem(OUT_OF_MEMORY)
         else:
             answer = (run or apart)(wanted)
-        each.measured = {**answer, "planned": planned}
+        case.measured = {**answer, "planned": planned}
 
 
 def apart(wanted: Wanted) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def describe(profile: dict[str, Any], *, explain: bool = False) -> list[str]:
     lines += _time(profile, gpu)
     lines += ["  kernels" if gpu else "  operators", *_kernels(profile["kernels"], shown)] if profile["kernels"] else []
     if profile["missing"]:
-        lines += ["  not to be had without a GPU", *(f"    {each}" for each in profile["missing"])]
+        lines += ["  not to be had without a GPU", *(f"    {item}" for item in profile["missing"])]
     return lines
 
 
@@ -52,35 +52,35 @@ def _checked(profile: dict[str, Any]) -> list[str]:
 def _categories(profile: dict[str, Any]) -> list[str]:
     """Each at its own peak: they need not be the same moment."""
     planned = profile["planned"]["phases"][profile["planned"]["peak_phase"]]
-    found = profile["categories"]
+    measured = profile["categories"]
     least = 0.005 * max(profile["peak"], profile["planned"]["peak"])
-    names = [name for name in CATEGORIES if max(planned.get(name, 0), found.get(name, 0)) >= least]
+    names = [name for name in CATEGORIES if max(planned.get(name, 0), measured.get(name, 0)) >= least]
     rows = [["", "planned", "measured", "difference"]]
     for name in names:
-        rows.append([name, *_pair(planned.get(name, 0), found.get(name, 0))])
-    rows.append(["all", *_pair(sum(planned.values()), sum(found.values()))])
+        rows.append([name, *_pair(planned.get(name, 0), measured.get(name, 0))])
+    rows.append(["all", *_pair(sum(planned.values()), sum(measured.values()))])
     return columns(rows)
 
 
 def _phases(profile: dict[str, Any]) -> list[str]:
-    planned, found = profile["planned"]["phases"], profile["phases"]
+    planned, measured = profile["planned"]["phases"], profile["phases"]
     rows = [["", "planned", "measured", "difference"]]
     for phase in PHASES:
-        if phase in planned and phase in found:
-            rows.append([phase, *_pair(sum(planned[phase].values()), sum(found[phase].values()))])
+        if phase in planned and phase in measured:
+            rows.append([phase, *_pair(sum(planned[phase].values()), sum(measured[phase].values()))])
     return columns(rows)
 
 
-def _pair(planned: int, found: int) -> list[str]:
-    apart = found - planned
+def _pair(planned: int, measured: int) -> list[str]:
+    apart = measured - planned
     sign = "+" if apart >= 0 else "-"
-    return [format_bytes(planned), format_bytes(found), f"{sign}{format_bytes(abs(apart))}"]
+    return [format_bytes(planned), format_bytes(measured), f"{sign}{format_bytes(abs(apart))}"]
 
 
 def _ranking(rows: list[dict[str, Any]], name: str, peak: int, shown: int) -> list[str]:
-    told = [f"    {format_bytes(row['bytes']):>9}  {row['bytes'] / peak:>4.0%}  {row[name]}" for row in rows[:shown]]
+    lines = [f"    {format_bytes(row['bytes']):>9}  {row['bytes'] / peak:>4.0%}  {row[name]}" for row in rows[:shown]]
     rest = sum(row["bytes"] for row in rows[shown:])
-    return told + ([f"    {format_bytes(rest):>9}  {rest / peak:>4.0%}  {len(rows) - shown} others"] if rest else [])
+    return lines + ([f"    {format_bytes(rest):>9}  {rest / peak:>4.0%}  {len(rows) - shown} others"] if rest else [])
 
 
 def _time(profile: dict[str, Any], gpu: bool) -> list[str]:

@@ -27,14 +27,14 @@ class Span:
 def read_spans(profiler: Any, device: str) -> list[Span]:
     """The spans of a torch.profiler.profile that has ended. device: "cuda" or "cpu"."""
     wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
-    found = []
+    spans = []
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() != wanted or event.is_user_annotation():  # names that code gave to stretches of time
             continue
         start = event.start_ns()
         lane = event.device_resource_id() if device == "cuda" else event.start_thread_id()
-        found.append(Span(event.name(), start, start + event.duration_ns(), lane))
-    return found
+        spans.append(Span(event.name(), start, start + event.duration_ns(), lane))
+    return spans
 
 
 def is_copy(span: Span) -> bool:
@@ -50,7 +50,7 @@ def by_time(spans: Iterable[Span]) -> list[dict[str, Any]]:
     own: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for lane in lanes.values():
         around: list[Span] = []
-        for span in sorted(lane, key=lambda each: (each.start, -each.end)):
+        for span in sorted(lane, key=lambda span: (span.start, -span.end)):
             while around and around[-1].end <= span.start:
                 around.pop()
             own[span.name][0] += span.end - span.start
@@ -77,13 +77,13 @@ def busy(spans: Iterable[Span]) -> float:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
+    union: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def _overlap(first: list[Interval], second: list[Interval]) -> int:

@@ -49,13 +49,13 @@ def _read(cls: Any, given: Mapping[str, Any]) -> Any:
     })  # fmt: skip
 
 
-def expected(found: Plan, wanted: Wanted, kernel: str) -> Plan:
+def expected(plan: Plan, wanted: Wanted, kernel: str) -> Plan:
     """The plan of exactly what is run: its layers, and the attention kernel that the machine has."""
     whole = replace(wanted.job, kernel=kernel, windowed=with_windows(kernel))
     sizes = sliced(whole.model, wanted.layers)
-    part = look(replace(whole, model=sizes, stack=shortened_stack(whole.stack, sizes.layers)), found.hardware)
+    part = look(replace(whole, model=sizes, stack=shortened_stack(whole.stack, sizes.layers)), plan.hardware)
     if wanted.states and sizes.layers < whole.model.layers:
-        held = look(whole, found.hardware).memory.phases["step"]
+        held = look(whole, plan.hardware).memory.phases["step"]
         more = {
             name: held.get(name, 0) - part.memory.phases["step"].get(name, 0)
             for name in ("parameters", "optimizer", "gradients")
@@ -64,10 +64,10 @@ def expected(found: Plan, wanted: Wanted, kernel: str) -> Plan:
             for name, nbytes in more.items():
                 if name != "gradients" or phase in ("backward", "step"):
                     by[name] = by.get(name, 0) + nbytes
-    return replace(part, reasons=found.reasons, around=not wanted.cpu)
+    return replace(part, reasons=plan.reasons, around=not wanted.cpu)
 
 
 def tensors(plan: Plan) -> dict[str, dict[str, int]]:
     """What a plan says that torch will have allocated in each phase, by category."""
     beyond = ("slack", "context")
-    return {phase: {name: each for name, each in by.items() if name not in beyond} for phase, by in plan.phases.items()}
+    return {phase: {name: size for name, size in by.items() if name not in beyond} for phase, by in plan.phases.items()}

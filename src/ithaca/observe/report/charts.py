@@ -20,7 +20,7 @@ def phases(inputs: Inputs) -> dict[str, Any] | None:
     """Memory by category in each phase of the plan; a profile adds what it measured, and knows what was planned of that."""
     plan, profiled = table(inputs.plan), table(at(inputs.profile, "planned"))
     plan = profiled if profiled.get("phases") and inputs.run is None else plan
-    found = table(at(inputs.profile, "phases")) if plan is profiled else {}
+    measured_phases = table(at(inputs.profile, "phases")) if plan is profiled else {}
     given = table(plan.get("phases"))
     names = [name for name in PHASES if name in given] + [name for name in given if name not in PHASES]
     bars = [
@@ -31,11 +31,11 @@ def phases(inputs: Inputs) -> dict[str, Any] | None:
     peak_phase = text(plan.get("peak_phase"))
     for bar in bars:
         bar["peak"] = bar["label"] == peak_phase
-        bar["measured"] = sum(parts(found.get(bar["label"])).values()) or None
+        bar["measured"] = sum(parts(measured_phases.get(bar["label"])).values()) or None
     measured = [
         {"label": name, "parts": sizes, "total": sum(sizes.values())}
         for name in names
-        if (sizes := parts(found.get(name)))
+        if (sizes := parts(measured_phases.get(name)))
     ]
     return {
         "measured": measured,
@@ -78,7 +78,7 @@ def times(inputs: Inputs) -> dict[str, Any] | None:
 
 
 def ladder(inputs: Inputs) -> dict[str, Any] | None:
-    rungs = [found for each in tables(at(inputs.ladder, "rungs")) if (found := _rung(each))]
+    rungs = [rung for row in tables(at(inputs.ladder, "rungs")) if (rung := _rung(row))]
     if not rungs:
         return None
     limit = positive(at(inputs.ladder, "hardware", "gpu_memory")) or gpu_memory(inputs)
@@ -90,8 +90,8 @@ def ladder(inputs: Inputs) -> dict[str, Any] | None:
 def _rung(rung: dict[str, Any]) -> dict[str, Any] | None:
     sizes = parts(rung.get("holders"))
     if not sizes:  # without holders: those of its largest phase
-        every = [parts(each) for each in table(rung.get("phases")).values()]
-        sizes = max(every, key=lambda each: sum(each.values()), default={})
+        every = [parts(phase) for phase in table(rung.get("phases")).values()]
+        sizes = max(every, key=lambda phase: sum(phase.values()), default={})
     total = positive(rung.get("peak")) or sum(sizes.values())
     if not total:
         return None
@@ -115,24 +115,24 @@ def _rung(rung: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _sweeps(inputs: Inputs) -> list[dict[str, Any]]:
-    found = []
+    sweeps = []
     for name, given in table(at(inputs.ladder, "sweeps")).items():
         points = [
             {
-                "value": said(each.get("value")),
-                "peak": positive(each.get("peak")),
-                "rate": positive(each.get("tokens_per_second")),
-                "fits": _flag(each.get("fits")),
-                "measured_peak": positive(at(each, "measured", "peak")),
-                "measured_rate": positive(at(each, "measured", "tokens_per_second")),
-                "problem": text(at(each, "measured", "problem")),
+                "value": said(point.get("value")),
+                "peak": positive(point.get("peak")),
+                "rate": positive(point.get("tokens_per_second")),
+                "fits": _flag(point.get("fits")),
+                "measured_peak": positive(at(point, "measured", "peak")),
+                "measured_rate": positive(at(point, "measured", "tokens_per_second")),
+                "problem": text(at(point, "measured", "problem")),
             }
-            for each in tables(given)
+            for point in tables(given)
         ]
-        points = [each for each in points if each["peak"] or each["rate"]]
+        points = [point for point in points if point["peak"] or point["rate"]]
         if points:
-            found.append({"name": name, "points": points})
-    return found
+            sweeps.append({"name": name, "points": points})
+    return sweeps
 
 
 def timeline(inputs: Inputs) -> dict[str, Any] | None:
@@ -162,8 +162,8 @@ def timeline(inputs: Inputs) -> dict[str, Any] | None:
         "limit": gpu_memory(inputs),
         "phases": [
             {"label": name, "x": begin}
-            for each in tables(given.get("phases"))
-            if (name := text(each.get("name"))) and (begin := number(each.get("from"))) is not None
+            for phase in tables(given.get("phases"))
+            if (name := text(phase.get("name"))) and (begin := number(phase.get("from"))) is not None
         ][:ROWS],
     }
 
@@ -183,15 +183,15 @@ def curves(inputs: Inputs) -> list[dict[str, Any]]:
         ("memory", "Peak memory", "bytes", True, False, memory),
         *charts[2:],
     )
-    found = []
+    plots = []
     for name, title, kind, zero, smooth, fields in wanted:
         lines = [line for field, label in fields.items() if (line := _line(inputs, field, label))]
         if not lines:
             continue
         limit = gpu_memory(inputs) if lines[0]["name"] == "gpu_peak" else None
         lines = [_short(line, smooth) for line in lines]
-        found.append({"name": name, "title": title, "kind": kind, "zero": zero, "limit": limit, "lines": lines})
-    return found
+        plots.append({"name": name, "title": title, "kind": kind, "zero": zero, "limit": limit, "lines": lines})
+    return plots
 
 
 def _line(inputs: Inputs, name: str, label: str) -> dict[str, Any] | None:
@@ -217,7 +217,7 @@ def _short(line: dict[str, Any], smooth: bool) -> dict[str, Any]:
 
 def events(inputs: Inputs) -> list[dict[str, Any]]:
     """Starts, resumes, saves and stops, with the step where it is known."""
-    found = []
+    rows = []
     for line in inputs.events:
         name = text(line.get("event"))
         step = number(line.get("from_step"))
@@ -228,8 +228,8 @@ def events(inputs: Inputs) -> list[dict[str, Any]]:
         about = text(line.get("cause")) or (checkpoint and f"checkpoint {checkpoint}")
         if name == "eval" and (needle := number(line.get("needle"))) is not None:
             about = f"{needle:.1%} of needles found"
-        found.append({"event": name, "step": step, "time": text(line.get("time")), "about": about})
-    return found
+        rows.append({"event": name, "step": step, "time": text(line.get("time")), "about": about})
+    return rows
 
 
 def tables_of_profile(inputs: Inputs) -> list[dict[str, Any]]:
@@ -241,17 +241,17 @@ def tables_of_profile(inputs: Inputs) -> list[dict[str, Any]]:
         ("lines", "Lines of code", "bytes", "where", ()),
         ("modules", "Modules", "bytes", "name", ()),
     )
-    found = []
+    rankings = []
     for key, title, measure, name, more in wanted:
         rows = [
-            {"name": text(each.get(name)) or "?", "value": value, **{other: number(each.get(other)) for other in more}}
-            for each in tables(profile.get(key))
-            if (value := positive(each.get(measure))) is not None
+            {"name": text(row.get(name)) or "?", "value": value, **{other: number(row.get(other)) for other in more}}
+            for row in tables(profile.get(key))
+            if (value := positive(row.get(measure))) is not None
         ]
-        rows.sort(key=lambda each: -each["value"])
+        rows.sort(key=lambda row: -row["value"])
         if rows:
-            whole = sum(each["value"] for each in rows)
-            found.append(
+            whole = sum(row["value"] for row in rows)
+            rankings.append(
                 {
                     "key": key,
                     "title": title,
@@ -261,7 +261,7 @@ def tables_of_profile(inputs: Inputs) -> list[dict[str, Any]]:
                     "whole": whole,
                 }
             )
-    return found
+    return rankings
 
 
 def profile(inputs: Inputs) -> dict[str, Any] | None:
@@ -269,10 +269,10 @@ def profile(inputs: Inputs) -> dict[str, Any] | None:
     given = table(inputs.profile)
     copies = table(given.get("copies"))
     steps = [
-        {"seconds": number(each.get("seconds")), "peak": positive(each.get("peak"))}
-        for each in tables(given.get("steps"))
+        {"seconds": number(step.get("seconds")), "peak": positive(step.get("peak"))}
+        for step in tables(given.get("steps"))
     ]
-    found = {
+    rest = {
         "copies": number(copies.get("seconds")),
         "exposed": number(copies.get("exposed")),
         "out": positive(copies.get("bytes_out")),
@@ -282,16 +282,16 @@ def profile(inputs: Inputs) -> dict[str, Any] | None:
         "counted": positive(at(given, "allocated", "counted")),
         "peak": positive(given.get("peak")),
         "steps": steps[:ROWS],
-        "missing": [each for each in map(text, _list(given.get("missing"))) if each],
+        "missing": [item for item in map(text, _list(given.get("missing"))) if item],
     }
-    return found if found["copies"] is not None or steps else None
+    return rest if rest["copies"] is not None or steps else None
 
 
 def stack(inputs: Inputs) -> list[dict[str, Any]]:
     """Every switch with its value and, where the plan says so, why."""
     planned = table(at(inputs.plan, "stack"))
     ran = {name: value for name, value in table(inputs.config.get("stack")).items() if name not in ("auto", "scratch")}
-    reasons = {text(each.get("field")): each for each in tables(at(inputs.plan, "reasons"))}
+    reasons = {text(reason.get("field")): reason for reason in tables(at(inputs.plan, "reasons"))}
     values = {**planned, **ran}
     if values.get("attention") == "auto" and (kernel := _kernel(inputs)):
         values["attention"] = f"{kernel} (auto)"
@@ -313,9 +313,9 @@ def stack(inputs: Inputs) -> list[dict[str, Any]]:
 def _kernel(inputs: Inputs) -> str | None:
     """Of attention, as it ran: what a run says when it starts, or what was profiled."""
     known = (
-        [text(each.get("attention")) for each in inputs.events] if inputs.run else [text(at(inputs.profile, "kernel"))]
+        [text(line.get("attention")) for line in inputs.events] if inputs.run else [text(at(inputs.profile, "kernel"))]
     )
-    return next((each for each in reversed(known) if each), None)
+    return next((kernel for kernel in reversed(known) if kernel), None)
 
 
 def _list(value: Any) -> list[Any]:

@@ -9,19 +9,19 @@ from .values import at, number, positive, table, tables, text
 
 
 def evaluation(inputs: Inputs) -> dict[str, Any] | None:
-    found = inputs.evaluations
-    if not found:
+    records = inputs.evaluations
+    if not records:
         return None
-    shown = found[-1:] if len(found) == 1 else [found[0], found[-1]]
-    maps = [each for each in map(_map, shown) if each]
-    lines = [each for each in map(_positions, shown) if each]
+    shown = records[-1:] if len(records) == 1 else [records[0], records[-1]]
+    maps = [heatmap for heatmap in map(_map, shown) if heatmap]
+    lines = [line for line in map(_positions, shown) if line]
     tasks = [
         {
-            "task": text(each.get("task")) or "?",
-            "length": positive(each.get("length")),
-            **{name: number(each.get(name)) for name in ("accuracy", "exact", "log_probability")},
+            "task": text(task.get("task")) or "?",
+            "length": positive(task.get("length")),
+            **{name: number(task.get(name)) for name in ("accuracy", "exact", "log_probability")},
         }
-        for each in tables(found[-1].get("tasks"))
+        for task in tables(records[-1].get("tasks"))
     ]
     if not (maps or lines or tasks):
         return None
@@ -29,8 +29,8 @@ def evaluation(inputs: Inputs) -> dict[str, Any] | None:
         "maps": maps,
         "positions": lines,
         "tasks": tasks,
-        "count": len(found),
-        "step": number(found[-1].get("step")),
+        "count": len(records),
+        "step": number(records[-1].get("step")),
     }
 
 
@@ -40,7 +40,7 @@ def _map(record: dict[str, Any]) -> dict[str, Any] | None:
     if not (isinstance(lengths, list) and isinstance(depths, list) and isinstance(rows, list)):
         return None
     cells = [[number(cell) for cell in row] for row in rows if isinstance(row, list)]
-    lengths, depths = [positive(each) for each in lengths], [number(each) for each in depths]
+    lengths, depths = [positive(length) for length in lengths], [number(depth) for depth in depths]
     if len(cells) != len(lengths) or any(len(row) != len(depths) for row in cells) or None in [*lengths, *depths]:
         return None
     known = [cell for row in cells for cell in row if cell is not None]
@@ -53,8 +53,8 @@ def _map(record: dict[str, Any]) -> dict[str, Any] | None:
 
 def _positions(record: dict[str, Any]) -> dict[str, Any] | None:
     points = [
-        {"from": number(each.get("from")), "to": number(each.get("to")), "loss": number(each.get("loss"))}
-        for each in tables(at(record, "held_out", "positions"))
+        {"from": number(point.get("from")), "to": number(point.get("to")), "loss": number(point.get("loss"))}
+        for point in tables(at(record, "held_out", "positions"))
     ]
-    points = [each for each in points if None not in each.values()]
+    points = [point for point in points if None not in point.values()]
     return {"step": number(record.get("step")), "points": points} if len(points) > 1 else None

@@ -52,20 +52,20 @@ def read_inputs(paths: Iterable[str | os.PathLike[str]]) -> Inputs:
                 raise ValueError(f"{run} and {path} are two run folders; give one")
             run = path
             continue
-        kind, found = read_json(path)
+        kind, content = read_json(path)
         if kind in given:
             raise ValueError(f"{given[kind][0]} and {path} are two of the kind {kind}; give one")
-        given[kind] = (path, found)
-    return gather(run, {kind: found for kind, (_, found) in given.items()})
+        given[kind] = (path, content)
+    return gather(run, {kind: content for kind, (_, content) in given.items()})
 
 
 def gather(run: Path | None, given: Mapping[str, dict[str, Any] | None]) -> Inputs:
     """The run folder with these JSON objects over it."""
     inputs = _read_run(Path(run)) if run is not None else Inputs()
-    for kind, found in given.items():
-        if found is not None:
-            check_kind(found, f"the {kind}", kind)
-    inputs = replace(inputs, **{kind: found for kind, found in given.items() if found is not None})
+    for kind, content in given.items():
+        if content is not None:
+            check_kind(content, f"the {kind}", kind)
+    inputs = replace(inputs, **{kind: content for kind, content in given.items() if content is not None})
     if inputs.eval is not None:
         inputs = replace(inputs, evaluations=[*inputs.evaluations, inputs.eval])
     if run is None and not any((inputs.plan, inputs.ladder, inputs.profile, inputs.eval)):
@@ -76,20 +76,20 @@ def gather(run: Path | None, given: Mapping[str, dict[str, Any] | None]) -> Inpu
 def read_json(path: Path) -> tuple[str, dict[str, Any]]:
     """What a JSON file is, and what is in it."""
     try:
-        found = read_limited(path)
+        content = read_limited(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ValueError(f"{error}; give a plan, ladder, profile or evaluation, or make it again") from None
-    return check_kind(found, str(path)), found
+    return check_kind(content, str(path)), content
 
 
-def check_kind(found: Any, name: str, wanted: str | None = None) -> str:
-    kind = next(iter(found), None) if isinstance(found, dict) else None
+def check_kind(content: Any, name: str, wanted: str | None = None) -> str:
+    kind = next(iter(content), None) if isinstance(content, dict) else None
     if kind not in KINDS or (wanted is not None and kind != wanted):
-        expected = " or ".join(f'"{each}"' for each in ([wanted] if wanted else KINDS))
+        expected = " or ".join(f'"{key}"' for key in ([wanted] if wanted else KINDS))
         raise ValueError(f"{name} is no {wanted or 'plan, ladder or profile'}: its first key has to be {expected}")
-    version = found[kind]
+    version = content[kind]
     if isinstance(version, bool) or version != VERSION:
         raise ValueError(f"{name} is a {kind} of version {json.dumps(version)[:40]}, this ithaca knows {VERSION}")
     return str(kind)
@@ -99,22 +99,22 @@ def _read_run(path: Path) -> Inputs:
     folder = RunFolder(path)
     if not path.is_dir():
         raise ValueError(f"{path} is no folder; give a run folder")
-    if not any(each.is_file() for each in (folder.config, folder.metrics, folder.status)):
+    if not any(entry.is_file() for entry in (folder.config, folder.metrics, folder.status)):
         raise ValueError(f"{path} is no run folder: it has no config.yaml, metrics.jsonl or status.json")
     config, text = _read_config(folder.config)
     status = folder.read_status() or {}
     steps, events = _read_lines(folder.metrics)
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for kind in KINDS:
         file = path / f"{kind}.json"
         if file.is_file():
-            _, found[kind] = read_json(file)
-            check_kind(found[kind], str(file), kind)
+            _, contents[kind] = read_json(file)
+            check_kind(contents[kind], str(file), kind)
     evaluations = []
     for file in folder.evaluations.glob("step-*.json"):
-        _, each = read_json(file)
-        check_kind(each, str(file), "eval")
-        evaluations.append(each)
+        _, record = read_json(file)
+        check_kind(record, str(file), "eval")
+        evaluations.append(record)
     return Inputs(
         run=path,
         config=config,
@@ -123,8 +123,8 @@ def _read_run(path: Path) -> Inputs:
         killed=_killed(folder, status),
         steps=steps,
         events=events,
-        evaluations=sorted(evaluations, key=lambda each: number(each.get("step")) or 0),
-        **found,
+        evaluations=sorted(evaluations, key=lambda record: number(record.get("step")) or 0),
+        **contents,
     )
 
 
@@ -133,10 +133,10 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
     if not path.is_file():
         return {}, None
     try:
-        found, text = read_plain(path)
+        content, text = read_plain(path)
     except ValueError as error:
         raise ValueError(f"{error}; it was not written by ithaca: move it away") from None
-    return table(found), text
+    return table(content), text
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -50,7 +50,7 @@ def measure(inputs: Inputs) -> Measured:
 
 def last_phase(inputs: Inputs) -> list[dict[str, Any]]:
     """The logged steps of the phase that came last; all of them, if there are no phases."""
-    ends = list(accumulate(int(positive(each.get("steps")) or 0) for each in tables(inputs.config.get("phases"))))
+    ends = list(accumulate(int(positive(phase.get("steps")) or 0) for phase in tables(inputs.config.get("phases"))))
     last = inputs.steps[-1]["step"] if inputs.steps else 0
     begin = max((end for end in ends if end < last), default=0)
     return [line for line in inputs.steps if line["step"] > begin]
@@ -69,7 +69,7 @@ def gpu_memory(inputs: Inputs) -> float | None:
     """Memory of one GPU; nothing that a profile of CPU tensors could be held against."""
     if inputs.run is None and inputs.profile and on_cpu(inputs):
         return None
-    known = (at(each, "hardware", "gpu_memory") for each in (inputs.plan, inputs.ladder, inputs.profile))
+    known = (at(source, "hardware", "gpu_memory") for source in (inputs.plan, inputs.ladder, inputs.profile))
     return next((size for size in map(positive, [*known, at(inputs.config, "launch", "gpu_memory")]) if size), None)
 
 
@@ -90,13 +90,13 @@ def heading(inputs: Inputs) -> dict[str, Any]:
 
 def figures(inputs: Inputs) -> list[dict[str, Any]]:
     """The large numbers: label, kind of number, value, and a note. `of` is what a share is of."""
-    found = measure(inputs)
+    measurement = measure(inputs)
     if inputs.steps:
-        return _run_figures(inputs, found)
+        return _run_figures(inputs, measurement)
     if at(inputs.profile, "planned"):
         return _profile_figures(inputs)
     if inputs.plan:
-        return _plan_figures(inputs, found)
+        return _plan_figures(inputs, measurement)
     if inputs.ladder:
         return _ladder_figures(inputs)
     return _profile_figures(inputs)
@@ -104,21 +104,21 @@ def figures(inputs: Inputs) -> list[dict[str, Any]]:
 
 def comparison(inputs: Inputs) -> list[dict[str, Any]]:
     """Plan against measurement: rows with both numbers, and how far the measured one is off as a share of the plan's."""
-    found, plan = measure(inputs), table(inputs.plan)
+    measurement, plan = measure(inputs), table(inputs.plan)
     planned = table(at(inputs.profile, "planned"))
     pairs: tuple[tuple[str, str, Any, Any], ...] = (
         # of tensors, as torch counts them: the plan's peak has the CUDA context and the allocator's slack on top
-        ("Peak GPU memory", "bytes", plan.get("allocated") or plan.get("peak"), found.peak),
-        ("Host memory", "bytes", plan.get("host"), found.host),
-        ("Disk", "bytes", plan.get("disk"), found.disk),
-        ("Step time", "seconds", at(plan, "time", "step"), found.seconds),
-        (f"Tokens/s {per(inputs)}", "rate", at(plan, "time", "tokens_per_second"), found.rate),
+        ("Peak GPU memory", "bytes", plan.get("allocated") or plan.get("peak"), measurement.peak),
+        ("Host memory", "bytes", plan.get("host"), measurement.host),
+        ("Disk", "bytes", plan.get("disk"), measurement.disk),
+        ("Step time", "seconds", at(plan, "time", "step"), measurement.seconds),
+        (f"Tokens/s {per(inputs)}", "rate", at(plan, "time", "tokens_per_second"), measurement.rate),
     )
     if planned and not inputs.steps:  # a profile knows what was planned of exactly the layers that it ran
         pairs = (
             ("Tensors at the peak", "bytes", planned.get("peak"), positive(at(inputs.profile, "peak"))),
-            ("Step time", "seconds", planned.get("step"), found.seconds),
-            (f"Tokens/s {per(inputs)}", "rate", planned.get("tokens_per_second"), found.rate),
+            ("Step time", "seconds", planned.get("step"), measurement.seconds),
+            (f"Tokens/s {per(inputs)}", "rate", planned.get("tokens_per_second"), measurement.rate),
         )
     rows = []
     for label, kind, predicted, measured in pairs:
@@ -132,7 +132,7 @@ def comparison(inputs: Inputs) -> list[dict[str, Any]]:
 
 def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, Any]]:
     every = (inputs.plan, inputs.ladder, inputs.profile)
-    hardware = next((table(at(each, "hardware")) for each in every if at(each, "hardware")), {})
+    hardware = next((table(at(source, "hardware")) for source in every if at(source, "hardware")), {})
     profile = table(inputs.profile) if inputs.run is None else {}
     part = profile or table(inputs.ladder) if inputs.run is None else {}
     ran, depth = positive(part.get("layers")), positive(at(part, "model", "layers"))
@@ -140,7 +140,7 @@ def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, 
     gpus, gpu = positive(hardware.get("gpus")), text(hardware.get("gpu"))
     name = text(model.get("name"))
     cpus = positive(at(inputs.config, "launch", "cpu"))
-    found = [
+    facts = [
         ("model", "text", name if name != title else None),
         ("family", "text", text(model.get("family"))),
         ("parameters", "count", positive(model.get("parameters"))),
@@ -158,16 +158,16 @@ def _facts(inputs: Inputs, model: dict[str, Any], title: str) -> list[dict[str, 
         ("host memory", "bytes", positive(hardware.get("host_memory"))),
         ("disk", "bytes", positive(hardware.get("disk"))),
     ]
-    return [{"label": label, "kind": kind, "value": value} for label, kind, value in found if value is not None]
+    return [{"label": label, "kind": kind, "value": value} for label, kind, value in facts if value is not None]
 
 
 def _model(inputs: Inputs) -> dict[str, Any]:
-    for each in (
+    for source in (
         inputs.profile if inputs.run is None else None,
         inputs.plan,
         inputs.ladder,
     ):  # a plan may be of a slice
-        model = at(each, "model")
+        model = at(source, "model")
         if isinstance(model, str):
             return {"name": model}
         if table(model):
@@ -183,7 +183,7 @@ def _context(inputs: Inputs) -> float | None:
             given = parse_tokens(given)
         except ValueError:
             given = None
-    known = (at(each, "context") for each in (inputs.plan, inputs.ladder, inputs.profile))
+    known = (at(source, "context") for source in (inputs.plan, inputs.ladder, inputs.profile))
     return next((count for count in map(positive, [given, *known]) if count), None)
 
 
@@ -211,34 +211,34 @@ def _figure(label: str, kind: str, value: Any, note: str | None = None, **more: 
     return {"label": label, "kind": kind, "value": value, "note": note, **more}
 
 
-def _kept(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [each for each in found if each["value"] is not None]
+def _kept(candidates: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [figure for figure in candidates if figure["value"] is not None]
 
 
-def _run_figures(inputs: Inputs, found: Measured) -> list[dict[str, Any]]:
+def _run_figures(inputs: Inputs, measurement: Measured) -> list[dict[str, Any]]:
     losses = [(line["step"], loss) for line in inputs.steps if (loss := number(line.get("loss"))) is not None]
-    over = f"median of {found.steps:,} steps" if found.steps > 1 else "one step"
+    over = f"median of {measurement.steps:,} steps" if measurement.steps > 1 else "one step"
     over += " of the last phase" if len(last_phase(inputs)) < len(inputs.steps) else ""
     first = f"{losses[0][1]:.4g} at step {losses[0][0]:,}" if len(losses) > 1 else None
     at_step = inputs.steps[-1]
     ended = inputs.status.get("state") == "finished"
     return _kept(
         [
-            _figure(f"Tokens/s {per(inputs)}", "rate", found.rate, over),
-            _figure("Peak GPU memory", "bytes", found.peak, of=gpu_memory(inputs)),
-            _figure("MFU", "share", found.mfu, "attention counted"),
+            _figure(f"Tokens/s {per(inputs)}", "rate", measurement.rate, over),
+            _figure("Peak GPU memory", "bytes", measurement.peak, of=gpu_memory(inputs)),
+            _figure("MFU", "share", measurement.mfu, "attention counted"),
             _figure(
                 "Final loss" if ended else "Loss", "loss", losses[-1][1] if losses else None, first and f"from {first}"
             ),
-            _figure("Step time", "seconds", found.seconds, "median"),
+            _figure("Step time", "seconds", measurement.seconds, "median"),
             _figure("Tokens trained", "count", positive(at_step.get("tokens")), f"in {at_step['step']:,} steps"),
-            _figure("Host memory", "bytes", found.host or None, f"kept activations, {per(inputs)}"),
-            _figure("Disk", "bytes", found.disk or None, f"kept activations, {per(inputs)}"),
+            _figure("Host memory", "bytes", measurement.host or None, f"kept activations, {per(inputs)}"),
+            _figure("Disk", "bytes", measurement.disk or None, f"kept activations, {per(inputs)}"),
         ]
     )
 
 
-def _plan_figures(inputs: Inputs, found: Measured) -> list[dict[str, Any]]:
+def _plan_figures(inputs: Inputs, measurement: Measured) -> list[dict[str, Any]]:
     plan = table(inputs.plan)
     time = table(plan.get("time"))
     bound = text(time.get("bound_by"))
@@ -259,22 +259,22 @@ def _plan_figures(inputs: Inputs, found: Measured) -> list[dict[str, Any]]:
             ),
             _figure("Host memory", "bytes", positive(plan.get("host")), "predicted, per GPU"),
             _figure("Disk", "bytes", positive(plan.get("disk")), "predicted, per GPU"),
-            _figure("Measured peak", "bytes", found.peak, "profile", of=gpu_memory(inputs)),
+            _figure("Measured peak", "bytes", measurement.peak, "profile", of=gpu_memory(inputs)),
         ]
     )
 
 
 def _ladder_figures(inputs: Inputs) -> list[dict[str, Any]]:
-    rungs = [each for each in tables(at(inputs.ladder, "rungs")) if positive(each.get("peak"))]
+    rungs = [rung for rung in tables(at(inputs.ladder, "rungs")) if positive(rung.get("peak"))]
     if not rungs:
         return []
-    low = min(rungs, key=lambda each: each["peak"])
+    low = min(rungs, key=lambda rung: rung["peak"])
     fastest = max(
-        (rate for each in rungs if each.get("fits") and (rate := positive(each.get("tokens_per_second")))), default=None
+        (rate for rung in rungs if rung.get("fits") and (rate := positive(rung.get("tokens_per_second")))), default=None
     )
     return _kept(
         [
-            _figure("Rungs that fit", "text", f"{sum(each.get('fits') is True for each in rungs)} of {len(rungs)}"),
+            _figure("Rungs that fit", "text", f"{sum(rung.get('fits') is True for rung in rungs)} of {len(rungs)}"),
             _figure("First rung", "bytes", rungs[0]["peak"], text(rungs[0].get("name"))),
             _figure("Lowest peak", "bytes", low["peak"], text(low.get("name")), of=gpu_memory(inputs)),
             _figure(
@@ -289,7 +289,7 @@ def _ladder_figures(inputs: Inputs) -> list[dict[str, Any]]:
 
 
 def _profile_figures(inputs: Inputs) -> list[dict[str, Any]]:
-    found, profile = measure(inputs), table(inputs.profile)
+    measurement, profile = measure(inputs), table(inputs.profile)
     copies, exposed = number(at(profile, "copies", "seconds")), number(at(profile, "copies", "exposed"))
     hidden = 1 - exposed / copies if copies and exposed is not None else None
     phase, planned = text(profile.get("peak_phase")), positive(at(profile, "planned", "peak"))
@@ -299,13 +299,13 @@ def _profile_figures(inputs: Inputs) -> list[dict[str, Any]]:
             _figure(
                 "Peak of CPU tensors" if on_cpu(inputs) else "Peak GPU memory",
                 "bytes",
-                found.peak,
+                measurement.peak,
                 about,
                 of=gpu_memory(inputs),
             ),
             _figure("Planned peak", "bytes", planned),
-            _figure("Step time", "seconds", found.seconds, "median"),
-            _figure(f"Tokens/s {per(inputs)}", "rate", found.rate),
+            _figure("Step time", "seconds", measurement.seconds, "median"),
+            _figure(f"Tokens/s {per(inputs)}", "rate", measurement.rate),
             _figure("Copies hidden", "share", hidden, "behind computation"),
         ]
     )

@@ -27,8 +27,8 @@ def number(value: Any) -> int | float | None:
 
 def positive(value: Any) -> int | float | None:
     """A number above zero: a size or a time that was measured."""
-    found = number(value)
-    return found if found is not None and found > 0 else None
+    amount = number(value)
+    return amount if amount is not None and amount > 0 else None
 
 
 def text(value: Any) -> str | None:
@@ -43,7 +43,7 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def tables(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def at(record: Any, *names: str) -> Any:
@@ -55,8 +55,8 @@ def at(record: Any, *names: str) -> Any:
 
 def parts(value: Any) -> dict[str, int | float]:
     """Sizes by category, in stacking order, without those that are nothing."""
-    found = {name: positive(size) for name, size in table(value).items()}
-    return {name: found[name] for name in ordered(found) if found[name] is not None}  # pyright: ignore[reportReturnType]
+    sizes = {name: positive(size) for name, size in table(value).items()}
+    return {name: sizes[name] for name in ordered(sizes) if sizes[name] is not None}  # pyright: ignore[reportReturnType]
 
 
 def ordered(names: Iterable[str]) -> list[str]:
@@ -73,12 +73,12 @@ def said(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         runs: list[list[Any]] = []  # one for each layer: ["layer", "layer", "none"] -> "2 × layer, none"
-        for each in map(said, value):
-            if runs and runs[-1][0] == each:
+        for word in map(said, value):
+            if runs and runs[-1][0] == word:
                 runs[-1][1] += 1
             else:
-                runs.append([each, 1])
+                runs.append([word, 1])
         if len(runs) == 1:
             return runs[0][0]
-        return ", ".join(each if count == 1 else f"{count} × {each}" for each, count in runs)
+        return ", ".join(word if count == 1 else f"{count} × {word}" for word, count in runs)
     return str(value)

@@ -65,19 +65,19 @@ def state_bytes(shard: Tensor, optimizer_bytes: float) -> int:
 
 def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
     """Bytes that this rank has of a layer all the time, and from backward on, by category."""
-    shards = [(local(each), each.requires_grad) for each in layer.parameters()]
+    shards = [(local(parameter), parameter.requires_grad) for parameter in layer.parameters()]
     return {
-        "parameters": sum(each.nbytes for each, _ in shards),
-        "optimizer": sum(state_bytes(each, optimizer_bytes) for each, learns in shards if learns),
-        "gradients": sum(each.nbytes for each, learns in shards if learns),
+        "parameters": sum(shard.nbytes for shard, _ in shards),
+        "optimizer": sum(state_bytes(shard, optimizer_bytes) for shard, learns in shards if learns),
+        "gradients": sum(shard.nbytes for shard, learns in shards if learns),
     }
 
 
 def on_host(layer: nn.Module, optimizer_bytes: float) -> int:
     """The same where they wait in host memory: weights and gradients are pinned."""
-    shards = [(local(each), each.requires_grad) for each in layer.parameters()]
-    return sum((2 if learns else 1) * pinned(each.nbytes) for each, learns in shards) + sum(
-        state_bytes(each, optimizer_bytes) for each, learns in shards if learns
+    shards = [(local(parameter), parameter.requires_grad) for parameter in layer.parameters()]
+    return sum((2 if learns else 1) * pinned(shard.nbytes) for shard, learns in shards) + sum(
+        state_bytes(shard, optimizer_bytes) for shard, learns in shards if learns
     )
 
 

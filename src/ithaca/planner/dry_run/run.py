@@ -244,7 +244,7 @@ def shortened_stack(stack: Stack, layers: int) -> Stack:
 def picked(stack: Stack, layers: list[int]) -> Stack:
     """What these layers are asked for."""
     whole = {name: getattr(stack, name) for name in PER_LAYER if isinstance(getattr(stack, name), tuple)}
-    return replace(stack, **{name: tuple(each[i] for i in layers) for name, each in whole.items()})
+    return replace(stack, **{name: tuple(values[i] for i in layers) for name, values in whole.items()})
 
 
 @contextmanager

@@ -52,8 +52,8 @@ class DryStore(Store):
     @property
     def held(self) -> dict[str, int]:
         """The most that was held, by where."""
-        found = {self.kind: self.most}
-        return found if self._scratch_store is None else {**found, "host": self._scratch_store.most}
+        held = {self.kind: self.most}
+        return held if self._scratch_store is None else {**held, "host": self._scratch_store.most}
 
     @property
     def medium(self) -> str:
@@ -73,7 +73,7 @@ class DryStore(Store):
         self.most = max(self.most, self._now)
 
     def _keep(self, tensors: list[Tensor]) -> _Entry:
-        while len(self._leaving) >= 2 and sum(each.nbytes for each in self._leaving) > IN_FLIGHT:
+        while len(self._leaving) >= 2 and sum(entry.nbytes for entry in self._leaving) > IN_FLIGHT:
             self._leaving.popleft().source = None
         packed = [pack(tensor) for tensor in tensors]
         nbytes = sum(layout.nbytes for layout, _ in packed)
@@ -98,7 +98,7 @@ class DryStore(Store):
         return [layout.empty(self.device) for layout in entry.layouts]
 
     def _wait_copied(self, entry: _Entry) -> None:
-        while any(each is entry for each in self._leaving):
+        while any(other is entry for other in self._leaving):
             self._leaving.popleft().source = None
 
     def _discard(self, entry: _Entry) -> bool:

@@ -58,15 +58,15 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        return max((sum(each.values()) for each in self.peaks.values()), default=0)
+        return max((sum(holders.values()) for holders in self.peaks.values()), default=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all that is asked, and nothing is allocated
         out = func(*args, **(kwargs or {}))
-        for each in tree_iter(out):
-            if isinstance(each, Tensor):
-                self.see(each)
+        for value in tree_iter(out):
+            if isinstance(value, Tensor):
+                self.see(value)
         return out
 
     def see(self, tensor: Tensor, name: str | None = None, *, line: str | None = None, module: str = "") -> None:
@@ -148,9 +148,9 @@ class LiveBytes(TorchDispatchMode):
     def _line(self) -> str:
         """The innermost line of ours, or of FSDP2, that asked for memory."""
         for frame in self._frames():
-            told = _told(frame.f_code.co_filename)
-            if told and word_of(frame) != CALLER:
-                return f"{told}:{frame.f_lineno} {frame.f_code.co_name}"
+            path = _shown_path(frame.f_code.co_filename)
+            if path and word_of(frame) != CALLER:
+                return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
         return "outside of ithaca"
 
     def begin(self, phase: str) -> None:
@@ -172,9 +172,9 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # pyright: ignore
-    for each in inside:
-        if isinstance(each, Tensor):  # a DTensor lists its mesh too
-            yield from plain_tensors(each)
+    for part in inside:
+        if isinstance(part, Tensor):  # a DTensor lists its mesh too
+            yield from plain_tensors(part)
 
 
 def _rounded(nbytes: int) -> int:
@@ -189,10 +189,10 @@ def _storage(tensor: Tensor) -> Any:
 _ours: dict[str, str] = {}  # file -> how it is told, "" where it is not
 
 
-def _told(file: str) -> str:
+def _shown_path(file: str) -> str:
     if file not in _ours:
-        _, found, ours = file.rpartition("/ithaca/")
-        if found and "site-packages/" not in ours:  # a checkout may be called ithaca and hold an environment
+        _, separator, ours = file.rpartition("/ithaca/")
+        if separator and "site-packages/" not in ours:  # a checkout may be called ithaca and hold an environment
             _ours[file] = "" if ours.startswith(("planner/", "observe/", "cli/")) else ours  # not those who count
         else:
             _ours[file] = file.rpartition("/site-packages/")[2] if "distributed/fsdp" in file else ""

@@ -147,4 +147,4 @@ def last_line(log: Path, start: int) -> str:
         return ""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    return "".join(each for each in lines[-1] if each.isprintable())[:300] if lines else ""
+    return "".join(letter for letter in lines[-1] if letter.isprintable())[:300] if lines else ""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...base import exits
+from ...base.gpu_sharing import why_not_shared
 from ...base.processes.fork_server import TEMPLATE, Template, serve
 from ...base.processes.signals import Stop, StoppedEarly, listen
 from ...base.processes.system import say, set_name, tie_to_launcher
@@ -92,10 +93,14 @@ def plan_workers(config: Config) -> Plan:
     visible = torch.cuda.device_count()
     if visible == 0:
         raise ValueError("torch sees no GPU here; train on the CPU with --launch.cpu N, or see: ithaca doctor")
-    if launch.workers is not None and launch.workers > visible:
+    if launch.share_gpu:
+        why = why_not_shared()
+        if why is not None:
+            raise ValueError(f"launch.share_gpu: {why}")
+    elif launch.workers is not None and launch.workers > visible:
         raise ValueError(
-            f"launch.workers={launch.workers} needs as many GPUs, but torch sees {visible}; lower it, or look at "
-            "CUDA_VISIBLE_DEVICES"
+            f"launch.workers={launch.workers} needs as many GPUs, but torch sees {visible}; lower it, look at "
+            "CUDA_VISIBLE_DEVICES, or rehearse it on the GPUs there are with launch.share_gpu=true"
         )
     return Plan("cuda", launch.workers or visible)
 
@@ -128,7 +133,7 @@ def _as_rank(config: Config, function: Function, job: Job, timeout: float, resum
             from .rendezvous import join, leave
 
             digest = hashlib.sha256(dump(config).encode()).hexdigest()
-            join(job, device, timeout, same=digest)
+            join(job, device, timeout, same=digest, share_gpu=config.launch.share_gpu)
             if job.kind != "local":
                 heartbeat.begin(
                     config.launch.timeouts, watch_peers(job, config.launch.timeouts, RunFolder(config.run.folder))
@@ -163,9 +168,9 @@ def _check_numbers(config: Config, job: Job) -> None:
     if job.world % job.local_world == 0:
         nodes = job.world // job.local_world
     if launch.world is not None and launch.world != job.world:
-        each = f"launch.cpu={launch.cpu}" if launch.cpu else f"launch.workers={launch.workers}"
+        per_node = f"launch.cpu={launch.cpu}" if launch.cpu else f"launch.workers={launch.workers}"
         raise ValueError(
-            f"launch.nodes={launch.nodes} × {each} are {launch.world} processes, but {job.kind} has started {job.world}; "
+            f"launch.nodes={launch.nodes} × {per_node} are {launch.world} processes, but {job.kind} has started {job.world}; "
             "make them agree"
         )
     if launch.nodes > 1 and nodes is not None and launch.nodes != nodes:
@@ -176,18 +181,18 @@ def _check_numbers(config: Config, job: Job) -> None:
 
 def _needs_a_job(config: Config, command: Sequence[str]) -> str:
     launch = config.launch
-    each = launch.cpu or launch.workers
+    per_node = launch.cpu or launch.workers
     words = list(command[1:])
     if words and Path(words[0]).name == "ithaca":
         shown = shlex.join(["ithaca", *words[1:]])
     else:
         shown = shlex.join(["python", *words])
-    gpus = "" if launch.cpu else f" --gpus-per-node={each or 'GPUS'}"
+    gpus = "" if launch.cpu else f" --gpus-per-node={per_node or 'GPUS'}"
     return (
         f"launch.nodes={launch.nodes} needs a job that has started on all nodes; use one of\n"
-        f"  on every node, I = 0..{launch.nodes - 1}:  torchrun --nnodes={launch.nodes} --nproc-per-node={each or 'gpu'} "
+        f"  on every node, I = 0..{launch.nodes - 1}:  torchrun --nnodes={launch.nodes} --nproc-per-node={per_node or 'gpu'} "
         f"--node-rank=I --master-addr=HOST_OF_NODE_0 --master-port=29500 {shlex.join(words)}\n"
-        f"  once, in a Slurm allocation:  srun --nodes={launch.nodes} --ntasks-per-node={each or 'GPUS'}{gpus} {shown}\n"
+        f"  once, in a Slurm allocation:  srun --nodes={launch.nodes} --ntasks-per-node={per_node or 'GPUS'}{gpus} {shown}\n"
         "  a whole Slurm script:  ithaca slurm CONFIG > job.sh"
     )
 

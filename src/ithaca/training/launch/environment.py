@@ -185,10 +185,10 @@ def _agree(environ: Mapping[str, str], rank: int, local_rank: int, world: int, l
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
-    found = next((name for name in names if name in environ), None)
-    if found is None:
+    name = next((known for known in names if known in environ), None)
+    if name is None:
         raise ValueError(f"SLURM_STEP_ID is set, but not {' or '.join(names)}; start this process with srun")
-    return found
+    return name
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int:

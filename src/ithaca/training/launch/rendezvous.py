@@ -22,6 +22,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ...base.gpu_sharing import sharing_variables, why_not_shared
 from .environment import Job
 
 if TYPE_CHECKING:
@@ -31,24 +32,28 @@ _LEAVE_SECONDS = 20.0
 _joined: tuple[Job, dist.Store] | None = None  # a process joins one job in its life
 
 
-def join(job: Job, device: str, timeout: float = 600.0, *, collectives: float = 1800.0, same: str = "") -> None:
+def join(
+    job: Job, device: str, timeout: float = 600.0, *, collectives: float = 1800.0, same: str = "", share_gpu: bool = False
+) -> None:  # fmt: skip
     """Make this process a rank of the job: its GPU, its network interface, torch's default process group.
 
     device: "cpu" (gloo) or "cuda" (NCCL for GPU tensors, gloo for CPU tensors, which asynchronous checkpoints need).
     timeout: seconds until all ranks must be there. collectives: seconds that one rank may keep the others waiting later on.
-    same: something that must be equal on all ranks, such as a digest of the config.
+    same: something that must be equal on all ranks, such as a digest of the config. share_gpu: ranks may have the same GPU.
     """
     import torch
     import torch.distributed as dist
 
     global _joined
     deadline = time.monotonic() + timeout
-    gpu = choose_gpu(job, torch.cuda.device_count()) if device == "cuda" else None
+    gpu = choose_gpu(job, torch.cuda.device_count(), share_gpu) if device == "cuda" else None
     if gpu is not None:
+        if share_gpu:
+            os.environ.update(sharing_variables(job.local_world, torch.cuda.device_count()))
         torch.cuda.set_device(gpu)
     choose_interface(job)
     store = dist.PrefixStore(f"ithaca/{job.attempt}", _open_store(job, deadline, timeout))
-    about = {"host": socket.gethostname(), "gpu": _identity(gpu), "same": same}
+    about = {"host": socket.gethostname(), "gpu": None if share_gpu else _identity(gpu), "same": same}
     _roll_call(job, store, about, deadline, timeout)
     try:
         dist.init_process_group(
@@ -89,8 +94,13 @@ def leave() -> None:
             gone = store.add("left", 0)
 
 
-def choose_gpu(job: Job, visible: int) -> int:
+def choose_gpu(job: Job, visible: int, share: bool = False) -> int:
     """Which of the GPUs that torch sees here is this rank's."""
+    if share:
+        why = why_not_shared()
+        if why is not None:
+            raise ValueError(f"launch.share_gpu: {why}")
+        return job.local_rank % visible
     if visible >= job.local_world:
         return job.local_rank
     if visible == 1 and job.kind in ("srun", "mpirun"):
@@ -138,11 +148,11 @@ def interface_towards(address: str) -> str | None:
     for family, _, _, _, target in _resolve(address, 1):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # chooses a route; a datagram socket sends nothing yet
-            mine = probe.getsockname()[0]
-            if mine.startswith("127.") and not address.startswith("127."):
+            own = probe.getsockname()[0]
+            if own.startswith("127.") and not address.startswith("127."):
                 continue  # /etc/hosts names this machine's own loopback, where the other nodes cannot come
             for name, addresses in psutil.net_if_addrs().items():
-                if any(each.address.partition("%")[0] == mine for each in addresses):
+                if any(entry.address.partition("%")[0] == own for entry in addresses):
                     return name
     return None
 
@@ -270,15 +280,15 @@ def _verdict(job: Job, store: dist.Store, deadline: float, timeout: float) -> di
         time.sleep(0.02)
     everyone = [json.loads(store.get(f"here/{rank}")) for rank in range(job.world)]
     owner: dict[str, int] = {}
-    for rank, each in enumerate(everyone):
-        if each["same"] != everyone[0]["same"]:
-            text = f"rank {rank} on {each['host']} has another config than rank 0 on {everyone[0]['host']}; give all the same"
+    for rank, about in enumerate(everyone):
+        if about["same"] != everyone[0]["same"]:
+            text = f"rank {rank} on {about['host']} has another config than rank 0 on {everyone[0]['host']}; give all the same"
             return {"late": False, "text": text}
-        if each["gpu"] is not None and each["gpu"] in owner:
+        if about["gpu"] is not None and about["gpu"] in owner:
             text = (
-                f"ranks {owner[each['gpu']]} and {rank} on {each['host']} have the same GPU; start one process per GPU, or let "
-                "the scheduler give each its own"
+                f"ranks {owner[about['gpu']]} and {rank} on {about['host']} have the same GPU; start one process per GPU, or let "
+                "the scheduler give each its own; to rehearse a larger job on one GPU, launch.share_gpu=true"
             )
             return {"late": False, "text": text}
-        owner[each["gpu"]] = rank
+        owner[about["gpu"]] = rank
     return None

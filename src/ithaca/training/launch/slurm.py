@@ -38,11 +38,11 @@ def batch_script(config: Config, program: Sequence[str], settings: Settings | No
     """program: the command of one rank, such as ["ithaca", "train", "run.yaml"]. ValueError if the config does not say how many."""
     settings = settings or Settings()
     launch = config.launch
-    each = launch.cpu or launch.workers
-    if each is None:
+    per_node = launch.cpu or launch.workers
+    if per_node is None:
         raise ValueError("how many GPUs a node has must be known here; give --gpus-per-node N, or set launch.workers")
     _check(settings)
-    return "\n".join([*_header(config, each, settings, made_by), "", *_body(config, program, settings)]) + "\n"
+    return "\n".join([*_header(config, per_node, settings, made_by), "", *_body(config, program, settings)]) + "\n"
 
 
 def _check(settings: Settings) -> None:
@@ -65,17 +65,17 @@ def _check(settings: Settings) -> None:
         if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*", value):
             raise ValueError(f"--{name} {value!r} is no name that a Slurm directive can hold")
     for line in settings.setup:
-        if not line.strip() or not all(each.isprintable() or each == "\t" for each in line):
+        if not line.strip() or not all(letter.isprintable() or letter == "\t" for letter in line):
             raise ValueError(f"--setup {line!r} must be one line of shell; give it several times")
 
 
 def _seconds(time: str) -> int:
     """Of a time limit as Slurm writes it: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]. 0: none."""
-    found = re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?", time)
-    if found is None:
+    match = re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?", time)
+    if match is None:
         raise ValueError(f"--time {time!r} is not a time that Slurm knows; use HH:MM:SS or D-HH:MM:SS")
-    days, *parts = found.groups()
-    numbers = [int(each) for each in parts if each is not None]
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
     if days is not None or len(numbers) == 3:
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     else:
@@ -83,22 +83,22 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _header(config: Config, each: int, settings: Settings, made_by: str) -> list[str]:
+def _header(config: Config, per_node: int, settings: Settings, made_by: str) -> list[str]:
     launch = config.launch
     what = "GPUs" if launch.cpu is None else "processes"
     lines = [
         "#!/bin/bash",
-        f"# {_comment(config.run.name)}: {launch.nodes} nodes × {each} {what}.",
+        f"# {_comment(config.run.name)}: {launch.nodes} nodes × {per_node} {what}.",
         *([f"# Made by: {_comment(made_by)}"] if made_by else []),
         "# Submit it with: sbatch THIS_FILE    Watch it in the log below and in status.json of the run folder.",
         "",
         f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9._-]', '_', config.run.name)}",
         f"#SBATCH --nodes={launch.nodes}",
         "# One task is one rank; it has one GPU.",
-        f"#SBATCH --ntasks-per-node={each}",
+        f"#SBATCH --ntasks-per-node={per_node}",
     ]
     if launch.cpu is None:
-        lines.append(f"#SBATCH --gpus-per-node={each}")
+        lines.append(f"#SBATCH --gpus-per-node={per_node}")
     lines += [
         "# CPU cores of a rank: data, optimizer offload, copies.",
         _directive("cpus-per-task", settings.cpus, "CORES_PER_TASK"),
@@ -166,4 +166,4 @@ def _body(config: Config, program: Sequence[str], settings: Settings) -> list[st
 
 
 def _comment(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,81 @@
+"""Evaluation while training: training does not notice, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ithaca.base.processes.pool import Workers
+from ithaca.config import load
+from ithaca.observe.metrics import read_metrics
+from ithaca.training.trainer import train
+
+from ..training.test_train import hashes_of, losses
+
+SHORT = [
+    "data.context=128",
+    "train.warmup=2",
+    "train.schedule=constant",
+    "train.rows=4",
+    "log.every=1",
+    "train.steps=4",
+]
+ASKING = ["eval.every=2", "eval.rows=3", "eval.sources=[{synthetic: needles}]", "eval.tasks=needle,multi_key"]
+ASKING += ["eval.samples=1", "eval.depths=3", "eval.lengths=100,200", "log.tensorboard=true"]
+
+
+def run_once(folder: str, more: list[str]) -> tuple[int, bytes]:
+    torch.manual_seed(123)
+    code = train(load(None, [*SHORT, f"run.folder={folder}", *more], "tiny_cpu").config, quiet=True)
+    return code, bytes(torch.get_rng_state().numpy())
+
+
+def both(workers: Workers, folder: Path, world: int, stack: list[str]) -> dict[str, list[Any]]:
+    settings = [f"stack.{each}" for each in stack] + [f"launch.cpu={world}", "checkpoint.every=2"]
+    return {
+        name: workers.run(run_once, str(folder / name), settings + more, world=world)
+        for name, more in (("without", []), ("with", ASKING))
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "stack"),
+    [
+        (1, ["ulysses=1", "ring=1"]),
+        (4, ["ulysses=2", "ring=2"]),
+        (2, ["ulysses=1", "ring=1", "shard_parameters=false"]),
+    ],
+    ids=["one", "four", "two, data parallel"],
+)
+def test_training_is_bit_identical_with_and_without_it(workers: Workers, tmp_path: Path, world: int, stack: list[str]):
+    found = both(workers, tmp_path, world, stack)
+    assert found["with"] == found["without"], "exit codes and random states"
+    metrics = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in found}
+    assert losses(metrics["with"]) == losses(metrics["without"]) and len(losses(metrics["with"])) == 4
+    for step in (2, 4):
+        before, after = (hashes_of(tmp_path / name / "checkpoints" / f"step-{step}") for name in ("without", "with"))
+        assert before == after and before
+    evaluated = [line for line in metrics["with"] if line.get("event") == "eval"]
+    assert [line["at_step"] for line in evaluated] == [2, 4]
+    assert all(set(line) >= {"held_out", "needle", "needle_longest", "multi_key"} for line in evaluated)
+    record = json.loads((tmp_path / "with" / "eval" / "step-4.json").read_text())
+    assert record["step"] == 4 and record["language"] == "pairs"
+    assert record["needle"]["lengths"] == [100, 200] and record["needle"]["depths"] == [0.0, 0.5, 1.0]
+    assert [len(row) for row in record["needle"]["accuracy"]] == [3, 3]
+    with_loss = [line for line in metrics["with"] if "eval_loss" in line]
+    assert [line["eval_loss"] for line in with_loss] == [line["held_out"] for line in evaluated]
+
+
+def test_tensorboard_has_curves_and_the_heat_map(workers: Workers, tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    workers.run(run_once, str(tmp_path), ["launch.cpu=1", "stack.ulysses=1", "stack.ring=1", *ASKING], world=1)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    assert {"eval/needle", "eval/held_out", "eval/multi_key", "loss"} <= set(events.Tags()["scalars"])
+    pictures = events.Images("eval/needles")
+    assert [picture.step for picture in pictures] == [2, 4] and (pictures[0].width, pictures[0].height) == (72, 48)

@@ -1,0 +1,55 @@
+"""Seeded delays on every stream and on one rank's host: gradients are those of the run without, bit for bit where repeats are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ithaca.stack import Stack
+from ithaca.verify.case import Case
+
+from .late import late_runs
+
+pytestmark = pytest.mark.ranks
+
+SEEDS = 17
+KEPT = [("streamed", "keep_attention", True), ("streamed", "layer", False), ("composed", "keep_attention", True)]
+STACKS = [
+    Stack(ulysses=2, heads_per_stage=1, recompute=recompute, store=store, engine=engine, tile=61, hold=hold)
+    for engine, recompute, hold in (
+        ("streamed", "keep_attention", True),
+        ("streamed", "layer", False),
+        ("composed", "keep_attention", True),
+    )
+    for store in ("gpu", "host", "disk")
+] + [
+    Stack(ring=2, recompute="keep_attention", store="host", engine="streamed"),
+    Stack(ring=2, recompute="layer", store="host", engine="composed"),
+    Stack(ulysses=2, heads_per_stage=2, recompute="keep_attention", store=("host", "gpu"), engine="streamed"),
+]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(STACKS)), ids=[f"{s.engine}-{s.recompute}-{s.store}-{s.ring}" for s in STACKS]
+)
+def test_nobody_reads_too_early(ranks, number):
+    case = Case("llama3", STACKS[number], 2, "cuda", "bfloat16", 509)
+    for spread, distances, sleeps in ranks.run(late_runs, case, list(range(SEEDS)), world=2):
+        assert sleeps > 100
+        assert {seed: far for seed, far in distances.items() if far > spread} == {}, f"repeats: {spread}"
+
+
+def without_waits(case: Case, seeds: list[int]):
+    """As `late_runs`, with streams that wait for nobody."""
+    own = torch.cuda.Stream.wait_event, torch.cuda.Stream.wait_stream
+    torch.cuda.Stream.wait_event = torch.cuda.Stream.wait_stream = lambda self, other: None
+    try:
+        return late_runs(case, seeds)
+    finally:
+        torch.cuda.Stream.wait_event, torch.cuda.Stream.wait_stream = own
+
+
+def test_a_missing_wait_would_be_seen(ranks):
+    case = Case("llama3", STACKS[1], 2, "cuda", "bfloat16", 509)
+    found = ranks.run(without_waits, case, list(range(5)), world=2)
+    assert any(far > spread for spread, distances, _ in found for far in distances.values())
