@@ -10,7 +10,7 @@ from ithaca.engine.model.presets import TINY
 from ithaca.stack import Stack
 from ithaca.verify.case import Case, run_case
 
-FULL = Stack(ulysses=2, ring=2, heads_per_stage=1, recompute="keep_attention", store="host", tile=61)
+FULL = Stack(ulysses=2, ring=2, heads_per_stage=2, recompute="keep_attention", store="host", tile=61)
 LENGTH = 331  # a rank has two tiles of it, and it is longer than two layers of the widest window reach
 PROBES = {
     "document leak",
@@ -25,7 +25,8 @@ PROBES = {
 
 @pytest.mark.parametrize("model", TINY)
 def test_full_stack(workers, model):
-    case = Case(model, FULL, world=4, length=LENGTH)
+    stack = replace(FULL, heads_per_stage=7 if model == "tiny_qwen2_28" else 1 if model == "tiny_llama3" else 2)
+    case = Case(model, stack, world=4, length=LENGTH)
     items = workers.run(run_case, case, world=4)[0]
     assert {item.name for item in items} >= PROBES
     windows = model in ("tiny_mistral", "tiny_mixtral", "tiny_gemma3")

@@ -43,9 +43,10 @@ REQUESTED: dict[str, Any] = {
     "checkpoint.asynchronous": False,
     "checkpoint.every": None,
 }
-# Those that are a plan's model, stack and hardware (engine/model/build.py: planned, hardware_here); phases are planned one by one.
+# Those that are a plan's model, stack and hardware (training/automatic.py: planned, hardware_here); phases are planned one by one.
 ARGUMENTS = {
     "model.folder", "model.dtype", "stack", "phases", "launch.workers", "launch.cpu", "launch.nodes", "launch.gpu_memory",
+    "launch.share_gpu",
 }  # fmt: skip
 # Why the others change neither.
 OTHER = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,40 +12,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaca.verify.case import Case, Measured, Session
 
-CYCLES = 4_000_000  # of the longest sleep: 2 ms on an H200, several kernels of a small model
+BRIEF, LONG = (
+    500_000,
+    8_000_000,
+)  # cycles of the longest sleeps: 0.3 and 4 ms on an H200; a small model's kernels take 0.01
 
 
 class Late(TorchDispatchMode):
     """Every operation of torch and every collective passes here with the stream that it is queued on: compute, exchange or copy.
 
-    A seed chooses which of them come late, which rank's host does, and by how much."""
+    A seed chooses which of them come late and by how much: every other one on the streams beside compute, which others wait for.
+    One rank's host is late too. What a peer sends comes late by that."""
 
-    def __init__(self, seed: int, rank: int, world: int, share: float = 0.04) -> None:
+    def __init__(self, seed: int, rank: int, world: int) -> None:
         super().__init__()
         self.random = random.Random(1000 * seed + rank)
-        self.share = share
         self.late_host = seed % (world + 1) == rank  # one rank in turn, and one seed of world + 1 none
-        self.sleeps = 0
+        self.sleeps = {"compute": 0, "beside": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        chance = self.random.random()
-        if chance < self.share:
-            self._sleep()
+        self._perhaps()
         result = func(*args, **(kwargs or {}))
-        if chance > 1 - self.share:
-            self._sleep()
+        self._perhaps()
         return result
 
-    def _sleep(self) -> None:
-        self.sleeps += 1
+    def _perhaps(self) -> None:
+        beside = torch.cuda.is_available() and torch.cuda.current_stream() != torch.cuda.default_stream()
+        if self.random.random() > (0.5 if beside else 0.01):
+            return
+        self.sleeps["beside" if beside else "compute"] += 1
         if torch.cuda.is_available():
-            torch.cuda._sleep(self.random.randrange(CYCLES))
+            torch.cuda._sleep(self.random.randrange(LONG if beside else BRIEF))
         if self.late_host and self.random.random() < 0.1:
             time.sleep(0.005 * self.random.random())
 
 
-def late_runs(case: Case, seeds: list[int], repeats: int = 3) -> tuple[float, dict[int, float], int]:
-    """-> how far undelayed repeats are from each other, how far each delayed run is from the first, and the fewest sleeps of one.
+def late_runs(case: Case, seeds: list[int], repeats: int = 3) -> tuple[float, dict[int, float], dict[str, int]]:
+    """-> how far undelayed repeats are from each other, how far each delayed run is from the first, and all sleeps.
 
     Distances are the largest over all gradients and the loss, relative to each one's norm."""
     session = Session(case)
@@ -52,14 +56,14 @@ def late_runs(case: Case, seeds: list[int], repeats: int = 3) -> tuple[float, di
     session.measure([data])  # kernels are compiled and tried before anything is compared
     plain = measure(session, data)
     spread = max(distance(measure(session, data), plain) for _ in range(repeats))
-    distances, fewest = {}, 1 << 30
+    distances, sleeps = {}, Counter[str]()
     for seed in seeds:
         late = Late(seed, rank, case.world)
         with late:
             delayed = measure(session, data)
         distances[seed] = distance(delayed, plain)
-        fewest = min(fewest, late.sleeps)
-    return spread, distances, fewest
+        sleeps.update(late.sleeps)
+    return spread, distances, dict(sleeps)
 
 
 def measure(session: Session, data: Any) -> Measured:

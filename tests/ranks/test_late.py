@@ -35,7 +35,7 @@ STACKS = [
 def test_nobody_reads_too_early(ranks, number):
     case = Case("llama3", STACKS[number], 2, "cuda", "bfloat16", 509)
     for spread, distances, sleeps in ranks.run(late_runs, case, list(range(SEEDS)), world=2):
-        assert sleeps > 100
+        assert sleeps["compute"] > SEEDS and (case.stack.offload == "gpu" or sleeps["beside"] > SEEDS)
         assert {seed: far for seed, far in distances.items() if far > spread} == {}, f"repeats: {spread}"
 
 
@@ -51,5 +51,5 @@ def without_waits(case: Case, seeds: list[int]):
 
 def test_a_missing_wait_would_be_seen(ranks):
     case = Case("llama3", STACKS[1], 2, "cuda", "bfloat16", 509)
-    found = ranks.run(without_waits, case, list(range(5)), world=2)
-    assert any(far > spread for spread, distances, _ in found for far in distances.values())
+    results = ranks.run(without_waits, case, list(range(5)), world=2)
+    assert any(far > spread for spread, distances, _ in results for far in distances.values()), results

@@ -34,7 +34,6 @@ PROJECTED, TILED = 150e-6, 100e-6  # seconds to launch what a tile of a stage's 
 # Share of the copies from the host that is waited for: pieces read once, and pieces read again by every stage.
 WAITED = {True: 0.9, False: 0.7}
 LINK = 0.75  # of the makers' bandwidth that a collective reaches
-EXPOSED = 0.1  # of communication: the first and the last of a layer have nothing to hide behind
 # AdamW on the host reads and writes weight, gradient and averages in fp32, and the gradient once more to clip it: bytes for each
 # weight, and bytes a second of all ranks of a machine together (57e9 were measured with 16 cores; other hosts differ, so it is an
 # assumption). A gradient that is added to another on the host is waited for: bytes a second of a rank, measured there too.
@@ -148,24 +147,26 @@ def _tiles(job: Job, tokens: float, bandwidth: float) -> float:
 
 def _links(rank: RankCost, hardware: Hardware, compute: float) -> float:
     """Seconds of communication that computation cannot hide."""
-    job, stack, model = rank.job, rank.stack, rank.model
+    job, stack, model, attention = rank.job, rank.stack, rank.model, rank.attention
     inside, between = hardware.gpu.nvlink * LINK, hardware.network * LINK
     beyond = between if job.world > hardware.per_node else inside
-    recompute = [stack.recompute_of(layer) for layer in range(model.layers)]
-    exchange = 0.0
+    recompute = Counter(stack.recompute_of(layer) for layer in range(model.layers))
+    exchange = ring = sharding = 0.0
     if stack.ulysses > 1:
         link = inside if stack.ulysses <= hardware.ranks_per_node else between
-        sent = sum(rank.attention.exchanged(kind) * times for kind, times in Counter(recompute).items())
-        exchange += sent * (1 - 1 / stack.ulysses) / link
+        sent = sum(attention.exchanged(kind) * times for kind, times in recompute.items())
+        exchange = sent * (1 - 1 / stack.ulysses) / link
     if stack.ring > 1:
-        exchange += (
-            sum(rank.attention.passed_around(kind) * times for kind, times in Counter(recompute).items()) / beyond
-        )
-    sharding = 0.0
+        ring = sum(attention.passed_around(kind) * times for kind, times in recompute.items()) / beyond
     if job.world > 1 and stack.shard_parameters:
         gathered_twice, reduced = 2 * BF16 * model.weights, FP32 * job.trained
         sharding = (gathered_twice + reduced) * (1 - 1 / job.world) / beyond
-    return EXPOSED * (exchange + sharding) + max(0.0, exchange + sharding - compute)
+    # With nothing to hide behind: of a layer's stages, what the first waits for and what the last brings home; of a ring, the sums
+    # of gradients on their last hop; of weights, those of the first layer, and of gradients those of the last to be done.
+    exposed = exchange / (len(attention.stages) if attention.overlaps else 1)
+    exposed += model.layers * attention.last_hop() / beyond if stack.ring > 1 else 0.0
+    exposed += sharding / model.layers
+    return exposed + max(0.0, exchange + ring + sharding - exposed - compute)
 
 
 def _idle(heads: int, ranks: int) -> float:

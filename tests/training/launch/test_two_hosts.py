@@ -7,7 +7,6 @@ and every gradient must equal those of the untouched model in one process.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -23,10 +22,12 @@ from typing import Any
 
 import pytest
 
-from ithaca.base.processes.pool import Workers
+from ithaca.base.processes.pool import ready_template
+from ithaca.base.processes.worker import Worker, stop
 from ithaca.storage.files import latest
 from ithaca.storage.place import step_of
 
+from ...conftest import PRELOAD
 from ...waiting import wait_until
 from .conftest import ROOT
 from .two_hosts import NOT_ALLOWED, run_on_both
@@ -120,39 +121,35 @@ def train(node: int, words: list[str], folder: Path) -> int:
     return main(["train", "--recipe", "tiny_cpu", *words])
 
 
-def play(act: Callable[[int], int], folder: Path, environ: dict[str, str]) -> None:
+def play(_pipe: Any, act: Callable[[int], int], folder: Path) -> None:
     """In a process of its own: what both hosts say goes into files."""
-    os.environ.clear()
-    os.environ.update(environ)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
-    sys.exit(run_on_both(act, str(folder / "cut")))
+    os._exit(run_on_both(act, str(folder / "cut")))
 
 
 @contextmanager
-def trained_on_two_hosts(workers: Workers, folder: Path, words: list[str]) -> Iterator[Any]:
-    """Forks of the server that has done the imports of all tests; four processes would otherwise do them here."""
-    workers.run(os.getpid, world=1)  # so it runs
+def trained_on_two_hosts(folder: Path, words: list[str]) -> Iterator[Worker]:
+    """A fork of the process that has done the imports of all tests; both hosts are forks of it."""
+    environ = dict(os.environ)
     act = partial(train, words=words, folder=folder)
-    process = multiprocessing.get_context("forkserver").Process(target=play, args=(act, folder, dict(os.environ)))
-    process.start()
+    hosts = Worker("two hosts", play, act, folder, environ=environ, template=ready_template(PRELOAD, environ))
     try:
-        yield process
-        process.join()
+        yield hosts
+        hosts.process.wait()
     finally:
-        process.kill()  # the hosts die with it
-        process.join()
+        stop([hosts])
 
 
-def still_running(process: Any, folder: Path) -> str:
-    if not process.is_alive():
+def still_running(hosts: Worker, folder: Path) -> str:
+    if hosts.process.ended():
         err = (folder / "err").read_text()
-        skip_where_not_allowed(process.exitcode, err)
+        skip_where_not_allowed(hosts.process.status or 0, err)
         raise AssertionError(err)
     return ""
 
 
-def test_a_host_that_is_cut_off_is_named_and_the_same_command_goes_on(workers: Workers, tmp_path: Path):
+def test_a_host_that_is_cut_off_is_named_and_the_same_command_goes_on(tmp_path: Path):
     """The cable is pulled in the middle of training. No packet says so: without signs of life, gloo would wait for half an hour."""
     run, cut = tmp_path / "run", tmp_path / "cut"
     settings = {
@@ -161,7 +158,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_same_command_goes_on(workers: W
     }  # fmt: skip
     words = [str(word) for name, value in settings.items() for word in ("--" + name, value)]
 
-    with trained_on_two_hosts(workers, tmp_path, [*words, "--train.steps", "100000"]) as hosts:
+    with trained_on_two_hosts(tmp_path, [*words, "--train.steps", "100000"]) as hosts:
         # something is saved, and host1 was heard: one that never was is not missed
         wait_until(
             lambda: latest(run / "checkpoints") and (tmp_path / "talked-1").exists(),
@@ -180,10 +177,12 @@ def test_a_host_that_is_cut_off_is_named_and_the_same_command_goes_on(workers: W
     assert done is not None
     for left in (cut, tmp_path / "cut.done"):  # and back
         left.unlink()
-    with trained_on_two_hosts(workers, tmp_path, [*words, "--train.steps", str(done + 2)]) as hosts:
+    with trained_on_two_hosts(tmp_path, [*words, "--train.steps", str(done + 2)]) as hosts:
         pass
     out = (tmp_path / "out").read_text()
-    assert hosts.exitcode == 0 and f"resumes step-{done}" in out.replace("  ", " "), (tmp_path / "err").read_text()
+    assert hosts.process.status == 0 and f"resumes step-{done}" in out.replace("  ", " "), (
+        tmp_path / "err"
+    ).read_text()
 
 
 def test_the_hosts_see_each_other_and_nothing_else():

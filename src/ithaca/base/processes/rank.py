@@ -49,6 +49,7 @@ class Home:
 
     rank: int
     device: str = "cpu"
+    port: int = 0  # of the parent's store
     store: dist.Store | None = None
     group: dist.ProcessGroup | None = None
 
@@ -92,7 +93,7 @@ def settle(home: Home, device: str, gpus: int, threads: int, port: int) -> None:
     torch.set_num_threads(threads)
     if device == "cuda":
         torch.cuda.set_device(home.rank % gpus)
-    home.device = device
+    home.device, home.port = device, port
     home.store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=NEVER)
     gc.freeze()  # what was preloaded is never garbage: collections after a run look at the rest only
 
@@ -102,13 +103,14 @@ def join(home: Home, generation: int, world: int) -> None:
         dist.destroy_process_group()
     _forget_meshes()
     home.group = None
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     if home.rank >= world:
         return
     assert home.store is not None
     os.environ.update(RANK=str(home.rank), LOCAL_RANK=str(home.rank))
     os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(home.port))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if home.device == "cuda" else "gloo",
         store=dist.PrefixStore(f"generation{generation}", home.store),

@@ -225,6 +225,10 @@ class AttentionCost:
         sums = self.ring * KV * WIDE * sum(stage.k_here for stage in self.stages) if self.ring > 1 else 0
         return blocks * (3 if recompute == "layer" else 2) + sums
 
+    def last_hop(self) -> int:
+        """Of what is passed around, the fp32 sums of KV gradients on their way home, when all blocks are done."""
+        return KV * WIDE * sum(stage.k_here for stage in self.stages) if self.ring > 1 else 0
+
     def stashed(self) -> int:
         """Outside of the device: sums of KV gradients for the next stage, and gradients of the output for the stages behind it."""
         ahead = 3 if self.overlaps else 2
