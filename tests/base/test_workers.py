@@ -275,18 +275,23 @@ def test_a_worker_that_died_between_runs_is_replaced(workers: Workers) -> None:
     assert workers.run(sum_of_ranks, world=2) == [1.0, 1.0]
 
 
-def test_the_death_of_the_template_is_survived(workers: Workers) -> None:
-    pids = workers.run(pid, world=2)
-    template = ithaca.base.processes.pool._template
-    assert template is not None and template.process is not None
-    server = template.process.pid
-    os.kill(server, signal.SIGKILL)
-    wait_until(lambda: not alive(server))
-    assert workers.run(pid, world=2) == pids, "it harms nobody"
-    os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: not workers._workers[1].idle)
-    assert workers.run(sum_of_ranks, world=2) == [1.0, 1.0]
-    assert template.process.pid != server and not alive(pids[0])
+def test_the_death_of_the_template_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ithaca.base.processes.pool
+    monkeypatch.setattr(pool, "_template", None)
+    monkeypatch.setattr(pool, "_PRELOAD", ("ithaca.base.processes.rank",))  # this proof needs no transformers
+    with Workers(2) as own:
+        pids = own.run(pid)
+        template = pool._template
+        assert template is not None and template.process is not None
+        server = template.process.pid
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not alive(server))
+        assert own.run(pid) == pids, "it harms nobody"
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: not own._workers[1].idle)
+        assert own.run(sum_of_ranks) == [1.0, 1.0]
+        assert template.process.pid != server and not alive(pids[0])
+    template.close()
 
 
 def test_without_a_template_workers_are_started_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:

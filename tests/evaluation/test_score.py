@@ -176,8 +176,8 @@ def far(length: int) -> list[list[float]]:
     return [scored.rows[0].tolist(), scored.ranges[-1].tolist()]
 
 
-def test_64k_tokens_on_four_ranks(workers: Workers):
-    found = workers.run(far, 65536, world=4)
+def test_32k_tokens_on_four_ranks(workers: Workers):
+    found = workers.run(far, 32768, world=4)
     assert all(each == found[0] for each in found)
     (loss, hits, count), last = found[0]
     assert count == 1 and last == [loss, hits, count] and 1 < loss < 20

@@ -7,8 +7,9 @@ import torch
 
 from ithaca.engine.model.presets import TINY
 from ithaca.stack import Stack
-from ithaca.verify.case import Case, Session, run_case
-from ithaca.verify.reference import distances
+from ithaca.verify.case import Case, run_case
+
+from .batches import WIDE, ratios
 
 pytestmark = pytest.mark.gpu
 STACKS = {
@@ -18,8 +19,6 @@ STACKS = {
     "mixed": Stack(recompute="keep_attention", heads_per_stage=1, tile=200, store=("host", "gpu"), hold=False),
     "flash": Stack(recompute="keep_attention", attention="flash", shard_parameters=False),
 }
-# wider than on the CPU, so that a gradient has more than a handful of numbers
-WIDE = (("hidden_size", 448), ("head_dim", 32), ("intermediate_size", 512), ("vocab_size", 1024))
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -35,22 +34,10 @@ def test_no_worse_than_the_untouched_model(model, stack):
 @pytest.mark.parametrize("model", ["llama3", "qwen2_28", "qwen3", "gemma3", "olmo2"])
 def test_every_single_parameter_over_many_batches(model, packed):
     """A parameter of a few dozen numbers scatters from batch to batch; over many batches none may be further off than 1.2."""
-    session = Session(Case(model, STACKS["full"], 1, "cuda", "bfloat16", 2039, packed=packed, changes=WIDE))
-    reference, squares = session.reference, {}
-    for seed in range(12):
-        data = session.data(seed=seed)
-        batch = [(data.input_ids, data.labels, data.documents)]
-        ours = session.measure([data])
-        ours.gradients = {name: None if grad is None else grad.clone() for name, grad in ours.gradients.items()}
-        wide = reference.measure(reference.wide, batch)
-        mine = distances(ours, wide)
-        theirs = distances(reference.measure(reference.narrow, batch), wide)
-        for name in theirs:
-            before = squares.get(name, (0.0, 0.0))
-            squares[name] = (before[0] + mine[name] ** 2, before[1] + theirs[name] ** 2)
-    ratios = {name: (mine / own) ** 0.5 for name, (mine, own) in squares.items()}
-    print(sorted(ratios.items(), key=lambda item: -item[1])[:3])
-    assert max(ratios.values()) <= 1.2
+    case = Case(model, STACKS["full"], 1, "cuda", "bfloat16", 2039, packed=packed, changes=WIDE)
+    apart = ratios(case, batches=12)
+    print(sorted(apart.items(), key=lambda item: -item[1])[:3])
+    assert max(apart.values()) <= 1.2
 
 
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])

@@ -12,6 +12,7 @@ from ithaca.verify.case import Case, run_case
 
 FULL = Stack(ulysses=2, ring=2, heads_per_stage=2, recompute="keep_attention", store="host", tile=61)
 LENGTH = 331  # a rank has two tiles of it, and it is longer than two layers of the widest window reach
+STAGES = {"tiny_llama3": 1, "tiny_llama2": 4, "tiny_qwen2_28": 7}  # heads of each; others 2
 PROBES = {
     "document leak",
     "logits",
@@ -25,7 +26,7 @@ PROBES = {
 
 @pytest.mark.parametrize("model", TINY)
 def test_full_stack(workers, model):
-    stack = replace(FULL, heads_per_stage=7 if model == "tiny_qwen2_28" else 1 if model == "tiny_llama3" else 2)
+    stack = replace(FULL, heads_per_stage=STAGES.get(model, 2))
     case = Case(model, stack, world=4, length=LENGTH)
     items = workers.run(run_case, case, world=4)[0]
     assert {item.name for item in items} >= PROBES
@@ -101,6 +102,6 @@ def test_odd_heads(workers, heads, kv_heads, ulysses, heads_per_stage):
 @pytest.mark.parametrize("model", [name for name in TINY if name not in ("tiny_mixtral", "tiny_qwen3_moe")])
 def test_bf16_rounds_where_the_family_does(model):
     """A family that computes a step in float32 (OLMo-2 rotates there) is further from float32 if we round earlier: 1.12."""
-    case = Case(model, Stack(shard_parameters=False, tile=200), 1, "cpu", "bfloat16", 1021)
+    case = Case(model, Stack(shard_parameters=False, tile=200), 1, "cpu", "bfloat16", 509)
     items = {item.name.split(" (")[0]: item for item in run_case(case, ("logits", "plain"))}
     assert items["logits"].error < 1.03 and items["gradients"].error < 1.06, items

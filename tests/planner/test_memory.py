@@ -35,15 +35,15 @@ CASES = [
     # upper layers on the GPU beside a store; and where backward gathers the embedding ahead of its first layer
     ("llama3_8b", 64 * K, 4, Stack(ulysses=4, store="1 host + 2 gpu", hold=False, recompute="layer"), 0, "fa4"),
     ("llama3_8b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=4, store="1 disk + 2 gpu"), 0, "fa4"),
-    ("llama3_8b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host"), 0, "fa4"),
-    ("llama3_8b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=4, store="disk", hold=False, tile=8192), 0, "fa4"),
-    ("llama3_8b", 128 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 16, "fa4"),
+    ("llama3_8b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 0, "fa4"),
+    ("llama3_8b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=4, store="disk", hold=False, tile=16384), 0, "fa4"),
+    ("llama3_8b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 16, "fa4"),
     ("qwen3_32b", 512 * K, 16, Stack(ulysses=8, ring=2, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
     ("mistral_7b", 256 * K, 8, Stack(ulysses=8, recompute="layer", tile=16384), 0, "flash"),
     # where the embedding's gradient is the largest; where the second tile of the loss is a short one; where attention is
     ("llama3_8b", 8 * K, 8, Stack(ulysses=8), 0, "fa4"),
     ("qwen3_32b", 64 * K, 16, Stack(ulysses=8, ring=2), 0, "fa4"),
-    ("mistral_7b", 64 * K, 1, Stack(heads_per_stage=8, store="host"), 0, "flash"),
+    ("mistral_7b", 64 * K, 1, Stack(heads_per_stage=8, store="host", tile=8192), 0, "flash"),
 ]  # fmt: skip
 
 

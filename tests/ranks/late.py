@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -47,10 +50,13 @@ class Late(TorchDispatchMode):
             time.sleep(0.005 * self.random.random())
 
 
-def late_runs(case: Case, seeds: list[int], repeats: int = 3) -> tuple[float, dict[int, float], dict[str, int]]:
+def late_runs(
+    case: Case, seeds: list[int], repeats: int = 3, waiting: bool = True
+) -> tuple[float, dict[int, float], dict[str, int]]:
     """-> how far undelayed repeats are from each other, how far each delayed run is from the first, and all sleeps.
 
-    Distances are the largest over all gradients and the loss, relative to each one's norm."""
+    Distances are the largest over all gradients and the loss, relative to each one's norm. waiting: False = in delayed runs no
+    stream waits for another."""
     session = Session(case)
     rank, data = session.run.mesh.world.rank, session.data()
     session.measure([data])  # kernels are compiled and tried before anything is compared
@@ -59,11 +65,21 @@ def late_runs(case: Case, seeds: list[int], repeats: int = 3) -> tuple[float, di
     distances, sleeps = {}, Counter[str]()
     for seed in seeds:
         late = Late(seed, rank, case.world)
-        with late:
+        with late, nullcontext() if waiting else nobody_waits():
             delayed = measure(session, data)
         distances[seed] = distance(delayed, plain)
         sleeps.update(late.sleeps)
     return spread, distances, dict(sleeps)
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    own = torch.cuda.Stream.wait_event, torch.cuda.Stream.wait_stream
+    torch.cuda.Stream.wait_event = torch.cuda.Stream.wait_stream = lambda self, other: None
+    try:
+        yield
+    finally:
+        torch.cuda.Stream.wait_event, torch.cuda.Stream.wait_stream = own
 
 
 def measure(session: Session, data: Any) -> Measured:
@@ -75,6 +91,7 @@ def measure(session: Session, data: Any) -> Measured:
 
 def distance(one: Measured, other: Measured) -> float:
     pairs = [(one.gradients[name], other.gradients[name]) for name in one.gradients] + [(one.loss, other.loss)]
-    return max(
+    apart = [
         float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in pairs if a is not None
-    )
+    ]
+    return max(apart) if all(map(isfinite, apart)) else inf

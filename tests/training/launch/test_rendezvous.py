@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ithaca.training.launch import Job, join
+from ithaca.training.launch import Job, join, rendezvous
 from ithaca.training.launch.rendezvous import _roll_call, choose_gpu, interface_towards
 
 from ...waiting import wait_until
@@ -95,7 +95,18 @@ def test_two_ranks_on_one_gpu_all_stop_with_the_same_words():
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [f"ranks 0 and 1 on {HOST} have the same GPU; start one process per GPU, or let the scheduler give each its own"] * 2  # fmt: skip # noqa: E501
+    assert found == [found[0]] * 2
+    assert found[0].startswith(
+        f"ranks 0 and 1 on {HOST} have the same GPU; start one process per GPU, or let the scheduler give each"
+    )
+    assert "launch.share_gpu=true" in found[0]
+
+
+def test_ranks_that_share_a_gpu_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"^launch\.share_gpu: torch sees no GPU here$"):
+        choose_gpu(job(1, world=4), 1, share=True)
+    monkeypatch.setattr(rendezvous, "why_not_shared", lambda: None)
+    assert [choose_gpu(job(rank, world=4), 2, share=True) for rank in range(4)] == [0, 1, 0, 1]
 
 
 def test_which_gpu():
