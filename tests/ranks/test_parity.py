@@ -1,8 +1,8 @@
 """Every pair of settings on real NCCL ranks, on 2, 4 and 8 of them.
 
-In float32, by the formula: loss, logits and every gradient within 1e-5 of the untouched model, as on the CPU. In bf16, by the kernels
-of a GPU: gradients no further from float32 than the untouched model's. Over several batches, for a parameter of a few dozen numbers
-scatters from one to the next; and without experts, of which bf16 chooses another one each time."""
+In float32, by the formula: loss, logits and every gradient within 1e-5 of the untouched model, as on the CPU. In bf16, by the
+kernels of a GPU: gradients no further from float32 than the untouched model's. Over several batches, for a parameter of a few dozen
+numbers scatters from one to the next; and without experts, of which bf16 chooses another one each time."""
 
 from __future__ import annotations
 
