@@ -215,6 +215,11 @@ def test_first_lines():
     ]
 
 
+def test_ranks_that_share_a_gpu_say_so():
+    first = headline(Facts(**{**FACTS, "shared": 1})).splitlines()[0]
+    assert first.endswith("on 8 ranks that share 1 × NVIDIA H100 80GB HBM3: a rehearsal, its speed means nothing")
+
+
 def test_first_lines_of_a_resumed_run_with_adapters_on_two_nodes():
     stack = Stack(
         ulysses=8, ring=2, recompute=("keep_attention",) * 20 + ("layer",) * 12, tile=None, shard_parameters=False

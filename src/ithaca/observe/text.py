@@ -99,6 +99,7 @@ class Facts:
     stack: Stack
     kernel: str  # of attention, as resolved
     nodes: int = 1
+    shared: int = 0  # GPUs that the processes share; 0 = each has its own
     done: int = 0  # steps that are done already
     checkpoint: str | None = None  # what the run is resumed from
     data: str = ""  # a line about the data
@@ -106,9 +107,26 @@ class Facts:
     eval_every: int | None = None
 
 
+def facts_of(run: Any, config: Any, **more: Any) -> Facts:
+    """Of a prepared model and its config, and what neither knows."""
+    parameters = list(run.model.parameters())
+    kernels = {kernel.name for kernel in run.kernels.chosen.values()}
+    return Facts(
+        name=config.run.name, folder=config.run.folder, parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad), dtype=config.model.dtype, context=config.data.context,
+        rows=config.train.rows, steps=config.train.steps, devices=run.mesh.world.size, stack=run.stack,
+        kernel=", ".join(sorted(kernels)), nodes=config.launch.nodes, save_every=config.checkpoint.every,
+        eval_every=config.eval.every, **more,
+    )  # fmt: skip
+
+
 def headline(facts: Facts) -> str:
     """The first lines of a run: what will happen, on what, with which stack and kernel; then a line about each part."""
     where = f"{facts.devices} × {facts.device}" + (f" on {facts.nodes} nodes" if facts.nodes > 1 else "")
+    if facts.shared:
+        where = (
+            f"{facts.devices} ranks that share {facts.shared} × {facts.device}: a rehearsal, its speed means nothing"
+        )
     steps = f"{facts.steps:,} steps"
     if facts.done >= facts.steps:
         steps = f"all {facts.steps:,} steps done"

@@ -25,6 +25,7 @@ from .candidates import candidates
 from .hardware import Hardware, kernels_for, parse_gpus
 from .memory import predict
 from .plan import HOST_SHARE, Plan
+from .reasons import reasons_of
 from .speed import Speed, estimate
 
 NEARLY = 1.25  # where the last candidate is so much too large, none fits
@@ -127,7 +128,7 @@ def fastest(
     if not best.fits and advise:
         best = asked.nearest(best, stacks)
         best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
-    best.reasons = _reasons(asked, best, pinned, kernel)
+    best.reasons = reasons_of(best, pinned, kernel)
     return best
 
 
@@ -294,57 +295,6 @@ def _families(stacks: list[Stack]) -> list[list[Stack]]:
     for stack in stacks:
         families.setdefault(replace(stack, tile=None, heads_per_stage=None), []).append(stack)
     return list(families.values())
-
-
-def _reasons(asked: _Asked, best: Plan, pinned: dict[str, Any], given: str | None) -> list[tuple[str, Any, str]]:
-    """One reason for each field of the stack that matters."""
-    stack, gpu = best.stack, asked.hardware.gpu
-    reasons = []
-
-    def because(name: str, why: str) -> None:
-        reasons.append((name, stack.words(name), "given" if name in pinned else why))
-
-    if stack.ulysses > 1 or "ulysses" in pinned:
-        because(
-            "ulysses",
-            f"{stack.ulysses} GPUs of a machine share the sequence by heads: 1/{stack.ulysses} of its activations each",
-        )
-    if stack.ring > 1 or "ring" in pinned:
-        because("ring", "the GPUs that are left share it by passing keys and values around")
-    if stack.recompute == "none":
-        because("recompute", "activations fit as they are: nothing is computed twice")
-    elif stack.recompute == "keep_attention":
-        because("recompute", "attention is the expensive part and its output is kept; the rest is computed again")
-    elif stack.recompute == "layer":
-        because("recompute", "there is no room for attention outputs: backward attends once more")
-    else:
-        keeps = sum(recompute == "keep_attention" for recompute in stack.recompute)
-        because("recompute", f"there is room for the attention outputs of {keeps} layers; the others attend once more")
-    room = format_bytes(best.memory.disk or best.memory.host - best.memory.offloaded)
-    why = {
-        "gpu": "kept activations fit on the GPU",
-        "host": f"{room} of kept activations a GPU wait in pinned host memory",
-        "disk": f"{room} of kept activations a GPU wait on disk: host memory is too small",
-    }[stack.offload]
-    because("store", why + ("; there is no room for the others" if isinstance(stack.store, tuple) else ""))
-    if stack.tile is not None or "tile" in pinned:
-        because("tile", "the longest tiles that fit: norms, MLP and loss hold one tile at a time")
-    if stack.heads_per_stage is not None or "heads_per_stage" in pinned:
-        why = "as many heads at a time as fit: attention buffers follow it"
-        if isinstance(stack.recompute, tuple):
-            why = "attention buffers follow it; more heads at a time would leave room for fewer attention outputs"
-        because("heads_per_stage", why)
-    if stack.hold is not None:
-        because(
-            "hold",
-            "what a layer reads again stays on the GPU"
-            if stack.hold
-            else "no room to hold a layer's input: it is read again",
-        )
-    kernels = list(dict.fromkeys(asked.job.kernel_of(layer) for layer in range(asked.model.layers)))
-    why = f"what the engine takes on {gpu.name}" if given is None else "given"
-    reasons.append(("attention", " and ".join(kernels), why + ("" if gpu.measured else ", rate not measured there")))
-    return reasons
 
 
 def _hopeless(asked: _Asked) -> str:

@@ -46,7 +46,7 @@ from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
 from ..observe.record import StepRecord
 from ..observe.report import write_report
 from ..observe.stragglers import Stragglers
-from ..observe.text import Facts, headline
+from ..observe.text import facts_of, headline
 from ..planner.flops import mfu, model_flops
 from ..planner.gpus import peak_flops
 from ..planner.plan import Plan
@@ -162,7 +162,12 @@ class Trainer:
             write_atomically(self.folder.config, self.text)
             if self.plan is not None:
                 write_atomically(self.folder.plan, json.dumps(self.plan.json(), indent=1) + "\n")
-        facts = self._facts(stream, resumed and resumed.name)
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
+        shared = torch.cuda.device_count() if self.config.launch.share_gpu else 0
+        facts = facts_of(
+            self.model, self.config, model=model_name(self.config.model), device=device, shared=shared, done=self.step,
+            checkpoint=resumed and resumed.name, data=stream.name,
+        )  # fmt: skip
         self.display.say("\n".join([headline(facts), *(resumed.lines if resumed else ())]))
         metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name)
         with metrics:
@@ -369,20 +374,6 @@ class Trainer:
         saver.save(self.step, extra, wait=wait, needed=needed)
 
     # -- words ----------------------------------------------------------------------------------------------------------
-
-    def _facts(self, stream: Stream, resumed: str | None) -> Facts:
-        run, config = self.model, self.config
-        parameters = list(run.model.parameters())
-        kernels = {kernel.name for kernel in run.kernels.chosen.values()}
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
-        return Facts(
-            name=config.run.name, folder=config.run.folder, model=model_name(config.model),
-            parameters=sum(p.numel() for p in parameters), trained=sum(p.numel() for p in parameters if p.requires_grad),
-            dtype=config.model.dtype, context=config.data.context, rows=config.train.rows, steps=config.train.steps,
-            devices=run.mesh.world.size, device=device, stack=self.stack, kernel=", ".join(sorted(kernels)),
-            nodes=config.launch.nodes, done=self.step, checkpoint=resumed, data=stream.name,
-            save_every=config.checkpoint.every, eval_every=config.eval.every,
-        )  # fmt: skip
 
     def _status(self, state: str, **about: Any) -> None:
         if self.rank == 0:
