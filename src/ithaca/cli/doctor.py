@@ -22,7 +22,12 @@ from ..base.redact import redacted
 
 _HELP = """\
 Prints versions, GPUs, memory, limits and attention kernels as a block to paste into a report, and what is missing for speed. The
-block names no host, user or home folder. Nothing is sent anywhere. The exit status is always 0.
+block names no host, user or home folder. Nothing is sent anywhere. The exit status is then always 0.
+
+With --links it measures instead how fast this machine's GPUs talk to each other (all-to-all, all-gather, reduce-scatter, ring;
+under a minute) and keeps that for plans. Under torchrun on several nodes it measures between all of them:
+  ithaca doctor --links
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m ithaca doctor --links
 """
 
 
@@ -34,10 +39,18 @@ def add_doctor(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_doctor, traceback=False)
-    parser.add_argument("--json", action="store_true", help="print the block as JSON")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--links", action="store_true", help="measure the links between GPUs, for plans")
+    parser.add_argument(
+        "--cpu", type=int, metavar="N", help="--links between N processes on the CPU: to try it; not kept"
+    )
 
 
 def run_doctor(options: argparse.Namespace) -> int:
+    if options.links or options.cpu is not None:
+        from .doctor_links import run_links
+
+        return run_links(options)
     from . import doctor_parts as parts
 
     block: dict[str, Any] = {"ithaca": {"version": __version__, **_try(_system)}}

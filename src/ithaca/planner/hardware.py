@@ -12,6 +12,7 @@ from ..base.kernels import GPU_KERNELS, KERNELS, problem
 from ..base.units import parse_bytes
 from ..engine.model.sizes import ModelSizes
 from .gpus import GPUS, Gpu
+from .links import Links, find_links
 
 PER_NODE = 8
 DISK = (
@@ -29,6 +30,8 @@ class Hardware:
     disk: int | None = None  # bytes of scratch space of one machine
     disk_rate: float = 2e9  # bytes a second of that disk, all ranks of the machine together
     assumed: tuple[str, ...] = ()  # "host", "disk": nobody said how large they are
+    links: Links | None = None  # of one machine's GPUs, if they were measured here
+    fabric: Links | None = None  # of all machines', likewise
 
     @property
     def ranks_per_node(self) -> int:
@@ -37,6 +40,17 @@ class Hardware:
     @property
     def words(self) -> str:
         return f"{self.count}x{self.gpu.name}-{self.gpu.label}GB"
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.count // self.per_node)
+
+    def with_links(self) -> Hardware:
+        """With what was measured here on as many GPUs of this kind (ithaca doctor --links)."""
+        if self.count == 1 or self.links or self.fabric:
+            return self
+        fabric = find_links(self.gpu.name, self.per_node, self.nodes) if self.nodes > 1 else None
+        return replace(self, links=find_links(self.gpu.name, self.ranks_per_node, 1), fabric=fabric)
 
     def completed(self, *, disk: bool) -> Hardware:
         """With what such machines usually have in place of what was not said. disk: whether the stack asks for one."""

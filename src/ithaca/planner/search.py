@@ -74,11 +74,15 @@ def plan(
             "offload_optimizer moves shards to the host, but shard_parameters=False keeps weights whole on the GPU"
         )
     require(problems, f"no plan for {sizes.name}")
-    hardware = replace(
-        hardware,
-        host=parse_room(host) if isinstance(host, str) else host if host is not None else hardware.host,
-        disk=parse_room(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
-    ).completed(disk=given.offload == "disk")
+    hardware = (
+        replace(
+            hardware,
+            host=parse_room(host) if isinstance(host, str) else host if host is not None else hardware.host,
+            disk=parse_room(disk) if isinstance(disk, str) else disk if disk is not None else hardware.disk,
+        )
+        .completed(disk=given.offload == "disk")
+        .with_links()
+    )
     if given.attention not in ("auto", *(hardware.gpu.probed or ())):
         kernel = given.attention  # the stack's word, as in a run
     whole, windowed = kernels_for(sizes, hardware.gpu, kernel)

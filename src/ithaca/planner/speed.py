@@ -8,7 +8,7 @@
     optimizer   AdamW on the host, where weights and states wait there (train.offload_optimizer); on a GPU it takes milliseconds
 
 Rates are those of whole steps measured on one H200 (benchmarks/results/2026-11-15-h200.md), as shares of the GPU's peak. Links
-between GPUs have not been measured at all.
+between GPUs are the makers' figures, unless they were measured on this machine (links.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..engine.job import Job
 from ..engine.limits import BF16, FP32, HOLD_BYTES, PROJECTION_TILES
 from .flops import visible_pairs
 from .hardware import Hardware
+from .links import Links
 
 # Operations for each weight and token that it is multiplied with: forward; backward, for the input and for the weight.
 FORWARD, BY_INPUT, BY_WEIGHT = 2, 2, 2
@@ -148,25 +149,31 @@ def _tiles(job: Job, tokens: float, bandwidth: float) -> float:
 def _links(rank: RankCost, hardware: Hardware, compute: float) -> float:
     """Seconds of communication that computation cannot hide."""
     job, stack, model, attention = rank.job, rank.stack, rank.model, rank.attention
-    inside, between = hardware.gpu.nvlink * LINK, hardware.network * LINK
+    inside, between = _rates(hardware.gpu.nvlink, hardware.links), _rates(hardware.network, hardware.fabric)
     beyond = between if job.world > hardware.per_node else inside
     recompute = Counter(stack.recompute_of(layer) for layer in range(model.layers))
     exchange = ring = sharding = 0.0
     if stack.ulysses > 1:
         link = inside if stack.ulysses <= hardware.ranks_per_node else between
         sent = sum(attention.exchanged(kind) * times for kind, times in recompute.items())
-        exchange = sent * (1 - 1 / stack.ulysses) / link
+        exchange = sent * (1 - 1 / stack.ulysses) / link.all_to_all
     if stack.ring > 1:
-        ring = sum(attention.passed_around(kind) * times for kind, times in recompute.items()) / beyond
+        ring = sum(attention.passed_around(kind) * times for kind, times in recompute.items()) / beyond.ring
     if job.world > 1 and stack.shard_parameters:
         gathered_twice, reduced = 2 * BF16 * model.weights, FP32 * job.trained
-        sharding = (gathered_twice + reduced) * (1 - 1 / job.world) / beyond
+        sharding = (gathered_twice / beyond.gather + reduced / beyond.reduce) * (1 - 1 / job.world)
     # With nothing to hide behind: of a layer's stages, what the first waits for and what the last brings home; of a ring, the sums
     # of gradients on their last hop; of weights, those of the first layer, and of gradients those of the last to be done.
     exposed = exchange / (len(attention.stages) if attention.overlaps else 1)
-    exposed += model.layers * attention.last_hop() / beyond if stack.ring > 1 else 0.0
+    exposed += model.layers * attention.last_hop() / beyond.ring
     exposed += sharding / model.layers
     return exposed + max(0.0, exchange + ring + sharding - exposed - compute)
+
+
+def _rates(figure: float, measured: Links | None) -> Links:
+    """What was measured here, or the share of the makers' figure that a collective reaches."""
+    reached = LINK * figure
+    return measured or Links("", 1, 1, reached, reached, reached, reached, "", "")
 
 
 def _idle(heads: int, ranks: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from ..base.holding import CATEGORIES, PHASES
 from ..base.units import format_bytes, format_tokens
 from ..stack import Stack
+from .hardware import Hardware
 from .plan import HOST_SHARE, Plan
 
 
@@ -44,8 +45,9 @@ def describe(
         f"  time    {seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
         f"({parts})"
     )
-    if not gpu.measured:
-        lines.append(f"          rates were measured on an H200 and scaled to {gpu.name}; links were not measured")
+    notes = [] if gpu.measured else [f"rates were measured on an H200 and scaled to {gpu.name}"]
+    notes += [] if plan.hardware.count == 1 else [_about_links(plan.hardware)]
+    lines += [f"          {'; '.join(notes)}"] if notes else []
     lines += [f"  assumed {assumption}" for assumption in plan.assumed]
     if plan.too_long:
         lines.append(f"  rotary  {plan.too_long}")
@@ -125,6 +127,18 @@ def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
 
 def _field(stack: Stack, name: str) -> str:
     return _value(stack.words(name))
+
+
+def _about_links(hardware: Hardware) -> str:
+    needed = [hardware.links] if hardware.nodes == 1 else [hardware.links, hardware.fabric]
+    measured = [links for links in needed if links is not None]
+    if not measured:
+        return "links were not measured (ithaca doctor --links)"
+    dates = " and ".join(dict.fromkeys(links.date for links in measured))
+    missing = (
+        "" if len(measured) == len(needed) else ", between machines not" if hardware.links else ", inside them not"
+    )
+    return f"links measured here on {dates}{missing}"
 
 
 def _value(value: Any) -> str:
