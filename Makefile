@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test faults fuzz lint format demo evidence clean
+.PHONY: setup test faults fuzz plans lint format demo evidence clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ faults: setup
 # 8 minutes on 2 cores; ITHACA_FUZZ_SEED=7 makes others.
 fuzz: setup
 	ITHACA_FUZZ=long $(BIN)/python -m pytest -q -s tests/fuzz
+
+# More configurations of the plan's arithmetic against the code: 2 minutes on 2 cores.
+plans: setup
+	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner/test_memory.py tests/planner/test_settings.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -278,7 +278,7 @@ def test_a_worker_that_died_between_runs_is_replaced(workers: Workers) -> None:
 def test_the_death_of_the_template_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ithaca.base.processes.pool
     monkeypatch.setattr(pool, "_template", None)
-    monkeypatch.setattr(pool, "_PRELOAD", ("ithaca.base.processes.rank",))  # this proof needs no transformers
+    monkeypatch.setattr(pool, "_PRELOAD", ("ithaca.base.processes.rank", __name__))  # this proof needs no transformers
     with Workers(2) as own:
         pids = own.run(pid)
         template = pool._template

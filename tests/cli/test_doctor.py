@@ -61,7 +61,7 @@ def test_names_are_taken_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/data/alice")
     monkeypatch.setenv("LOGNAME", "alice")
     said = {"a": ["/data/alice/x failed for alice", "/home/bob/lib"], "b": 3, "malice": "malice /data/alices"}
-    assert doctor._private(said) == {
+    assert doctor.without_names(said) == {
         "a": ["~/x failed for <user>", "~/lib"],
         "b": 3,
         "malice": "malice /data/alices",

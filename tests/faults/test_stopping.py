@@ -133,6 +133,7 @@ VERBS = {
     "recipes": ["ls"],
     "slurm": ["x"],
     "doctor": [],
+    "bench": [],
     "train": ["x"],
 }
 

@@ -8,28 +8,25 @@ import pytest
 
 from ithaca.engine.model.presets import TINY
 from ithaca.stack import Stack
-from ithaca.verify.case import Case, run_case
+from ithaca.verify.case import ALL, Case, run_case
 
 FULL = Stack(ulysses=2, ring=2, heads_per_stage=2, recompute="keep_attention", store="host", tile=61)
 LENGTH = 331  # a rank has two tiles of it, and it is longer than two layers of the widest window reach
 STAGES = {"tiny_llama3": 1, "tiny_llama2": 4, "tiny_qwen2_28": 7}  # heads of each; others 2
-PROBES = {
-    "document leak",
-    "logits",
-    "loss",
-    "packed loss",
-    "5 tokens: loss",
-    "ranks without loss: loss",
-    "accumulation: loss",
-}
+PROBES = {"document leak", "logits", "loss", "packed loss"}
+# What a layout makes of odd batches is the same for all families: one with windows, one with experts and a plain one say it.
+ODD = {"5 tokens: loss", "ranks without loss: loss", "accumulation: loss"}
+ODD_CHECKS = ("short", "unsupervised", "accumulation")
 
 
 @pytest.mark.parametrize("model", TINY)
 def test_full_stack(workers, model):
     stack = replace(FULL, heads_per_stage=STAGES.get(model, 2))
     case = Case(model, stack, world=4, length=LENGTH)
-    items = workers.run(run_case, case, world=4)[0]
-    assert {item.name for item in items} >= PROBES
+    odd = model in ("tiny_llama3", "tiny_gemma3", "tiny_qwen3_moe")
+    checks = tuple(name for name in ALL if odd or name not in ODD_CHECKS)
+    items = workers.run(run_case, case, checks, world=4)[0]
+    assert {item.name for item in items} >= (PROBES | ODD if odd else PROBES)
     windows = model in ("tiny_mistral", "tiny_mixtral", "tiny_gemma3")
     assert ("sliding window" in {item.name for item in items}) == windows
     missed = [f"{item.name}: {item.error:.2e} > {item.limit:.0e} at {item.where}" for item in items if not item.ok]
@@ -38,8 +35,10 @@ def test_full_stack(workers, model):
 
 
 @pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
-@pytest.mark.parametrize("store", ["gpu", "host", "disk", ("host", "gpu")])
-@pytest.mark.parametrize("tile", [None, 7])
+@pytest.mark.parametrize(
+    ("store", "tile"),
+    [("gpu", None), ("host", None), ("host", 7), ("disk", 7), (("host", "gpu"), None), (("host", "gpu"), 7)],
+)
 def test_streamed(workers, tile, store, recompute):
     """Pieces, stages and exchanges together: with a tile of 7 a rank's 84 tokens are two pieces."""
     stack = Stack(ulysses=2, heads_per_stage=1, recompute=recompute, store=store, tile=tile, engine="streamed")

@@ -1,7 +1,7 @@
 """`ithaca doctor`: the environment as a block to paste into a bug report, and what is missing for speed.
 
 It never fails: every part is looked at by itself, and one that breaks is printed as broken, with the reason. That is what a
-doctor is for. What could name a person or a machine is left out: no host name, user name or home folder; see `_private`.
+doctor is for. What could name a person or a machine is left out: no host name, user name or home folder; see `without_names`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ def run_doctor(options: argparse.Namespace) -> int:
         from .doctor_links import run_links
 
         return run_links(options)
+    block = examined()
+    print(json.dumps(block, indent=1, ensure_ascii=False) if options.json else _text(block))
+    return 0
+
+
+def examined() -> dict[str, Any]:
+    """The block, part by part, without names of people and machines."""
     from . import doctor_parts as parts
 
     block: dict[str, Any] = {"ithaca": {"version": __version__, **_try(_system)}}
@@ -58,12 +65,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         block[name] = _try(look)
     hints = _try(lambda: {"hints": parts.hints(block)})
     block["hints"] = hints.get("hints", [hints])
-    block = _private(block)
-    if options.json:
-        print(json.dumps(block, indent=1, ensure_ascii=False))
-    else:
-        print(_text(block))
-    return 0
+    return without_names(block)
 
 
 def _try(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -81,14 +83,14 @@ def _system() -> dict[str, Any]:
     }
 
 
-def _private(value: Any, hidden: list[tuple[re.Pattern[str], str]] | None = None) -> Any:
+def without_names(value: Any, hidden: list[tuple[re.Pattern[str], str]] | None = None) -> Any:
     """The block without secrets, home folder, host name and user name, wherever a message brought them in."""
     if hidden is None:
         hidden = _hidden()
     if isinstance(value, dict):
-        return {key: _private(item, hidden) for key, item in value.items()}
+        return {key: without_names(item, hidden) for key, item in value.items()}
     if isinstance(value, list):
-        return [_private(item, hidden) for item in value]
+        return [without_names(item, hidden) for item in value]
     if isinstance(value, str):
         value = redacted(value)
         for pattern, instead in hidden:

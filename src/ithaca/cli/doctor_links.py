@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import asdict
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from ..base.gpu_sharing import nccl_version
@@ -59,7 +60,8 @@ def _joined(options: argparse.Namespace, job: Any) -> int:
     return 0
 
 
-def _tell(options: argparse.Namespace, rates: dict[str, float], device: str, per_node: int, nodes: int) -> None:
+def kept_links(rates: dict[str, float], device: str, per_node: int, nodes: int) -> tuple[Links, Path | None]:
+    """The record, and where it is kept; None: nowhere."""
     import torch
 
     name, software = "CPU process", f"torch {torch.__version__}"
@@ -69,16 +71,22 @@ def _tell(options: argparse.Namespace, rates: dict[str, float], device: str, per
         name = gpu_here(torch.device("cuda", 0)).name
         software += f", NCCL {'.'.join(map(str, nccl_version() or ()))}"
     links = Links(name, per_node, nodes, **rates, date=date.today().isoformat(), software=software)
-    where = keep_links(links) if device == "cuda" else None
+    return links, keep_links(links) if device == "cuda" else None
+
+
+def _tell(options: argparse.Namespace, rates: dict[str, float], device: str, per_node: int, nodes: int) -> None:
+    links, where = kept_links(rates, device, per_node, nodes)
     if options.json:
         print(json.dumps({**asdict(links), "kept": where is not None}, indent=1))
         return
     machines = "" if nodes == 1 else f" of {nodes} machines"
-    print(f"links between {per_node * nodes} × {name}{machines}, {software}: GB/s that a rank sends to the others")
+    print(
+        f"links between {per_node * nodes} × {links.gpu}{machines}, {links.software}: GB/s that a rank sends to the others"
+    )
     for field, words in _NAMES.items():
         print(f"  {words:<16}{rates[field] / 1e9:8.2f}")
     if where is None:
         why = "plans are for GPUs" if device == "cpu" else f"{FILE} is empty"
         print(f"not kept: {why}")
     else:
-        print(f"kept: plans for {per_node * nodes}x{name} count with it from now on ({where})")
+        print(f"kept: plans for {per_node * nodes}x{links.gpu} count with it from now on ({where})")

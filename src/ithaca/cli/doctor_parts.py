@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..base.gpu_sharing import nccl_version
 from ..base.units import format_bytes
 from ..base.versions import too_old
 
@@ -34,11 +35,10 @@ def cuda() -> dict[str, Any]:
     import torch
 
     versions: dict[str, Any] = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    versions["nccl"] = None
-    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        from torch.cuda import nccl
-
-        versions["nccl"] = ".".join(map(str, nccl.version()))
+    nccl = (
+        nccl_version() if torch.cuda.is_available() else None
+    )  # the one that is loaded, whatever torch was built with
+    versions["nccl"] = nccl and ".".join(map(str, nccl))
     versions["driver"] = _driver()
     return versions
 

@@ -18,6 +18,7 @@ from ..base.exits import Failed
 from ..base.processes.signals import Stop, StoppedEarly, listen
 from ..base.processes.system import LAUNCHER
 from .ask import add_ask
+from .bench import add_bench
 from .ckpt import add_ckpt
 from .data import add_data
 from .doctor import add_doctor
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_recipes(verbs)
     add_slurm(verbs)
     add_doctor(verbs)
+    add_bench(verbs)
     return parser
 
 

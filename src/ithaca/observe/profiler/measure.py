@@ -82,21 +82,21 @@ def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) 
     with ready(wanted.job, hf_config(wanted.model), device, wanted.layers, wanted.states) as step:
         say("warm-up")
         step()
-        timed = []
+        steps = []
         for index in range(wanted.steps):
             say(f"step {index + 1} of {wanted.steps}")
             step.run.report()
-            timed.append(_timed(step, gpu))
+            steps.append(timed(step, gpu))
         store = step.run.report()["store"]
-        around = _around(device) if gpu else {}
+        beside = around(device) if gpu else {}
         measured = Measured(
             torch.cuda.get_device_name(device) if gpu else "CPU",
             next(iter(step.run.kernels.chosen.values())).name,
-            timed,
+            steps,
             Account(0, "", {}, [], [], {}, {}),
             store,
             step.tokens,
-            around=around,
+            around=beside,
         )
         if folder is not None:
             say("a step under torch's profiler")
@@ -108,7 +108,7 @@ def _measure(wanted: Wanted, folder: Path | None, say: Callable[[str], object]) 
     return measured
 
 
-def _timed(step: Steps, gpu: bool) -> dict[str, float | int | None]:
+def timed(step: Steps, gpu: bool) -> dict[str, float | int | None]:
     if gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -119,7 +119,7 @@ def _timed(step: Steps, gpu: bool) -> dict[str, float | int | None]:
     return {"seconds": time.perf_counter() - begin, "peak": torch.cuda.max_memory_allocated() if gpu else None}
 
 
-def _around(device: torch.device) -> dict[str, int]:
+def around(device: torch.device) -> dict[str, int]:
     """What the allocator held beyond what was in use at the peak, and what the device lost before it."""
     free, whole = torch.cuda.mem_get_info(device)
     return {

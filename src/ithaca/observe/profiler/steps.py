@@ -1,7 +1,8 @@
 """A run to be measured: the model with random weights as training prepares it, its optimizer, a batch, and a step.
 
 One process stands for rank 0 of N on torch's fake process group: kernels, copies and allocations are those of that rank, while
-collectives take no time and bring back what was sent, so the loss means nothing. With one rank there is nothing to fake.
+collectives take no time and bring back what was sent, so the loss means nothing. With one rank there is nothing to fake, and N real
+ranks bring a group of their own (`joined`).
 
 With fewer layers than the model has, `states` adds what a rank would hold of the others all the time: weights, optimizer states,
 and from backward on gradients. Their activations are not there; with a store beside the GPU they would not be either.
@@ -84,25 +85,29 @@ class Steps:
 
 @contextmanager
 def ready(
-    job: Job, config: Any, device: torch.device, layers: int | None = None, states: bool = False
-) -> Iterator[Steps]:
-    """Build everything; a process group that this made is gone afterwards. config: Hugging Face's, of the job's model."""
-    if dist.is_initialized():
+    job: Job, config: Any, device: torch.device, layers: int | None = None, states: bool = False, *,
+    dtype: torch.dtype = torch.bfloat16, joined: bool = False,
+) -> Iterator[Steps]:  # fmt: skip
+    """Build everything; a process group that this made is gone afterwards. config: Hugging Face's, of the job's model. joined: the
+    ranks of the job are there, and this is one of them."""
+    if dist.is_initialized() and not joined:
         raise RuntimeError("a profile makes a process group of its own, and this process has one already")
+    if joined and dist.get_world_size() != job.world:
+        raise RuntimeError(f"{dist.get_world_size()} ranks are there, and the job has {job.world}")
     short = shortened(config, layers)
     missing = config.num_hidden_layers - short.num_hidden_layers if states else 0
     job = replace(job, stack=shortened_stack(job.stack, short.num_hidden_layers))
     try:
-        with fake_group(job.world) if job.world > 1 else nullcontext():
-            yield _steps(job, short, device, missing)
+        with fake_group(job.world) if job.world > 1 and not joined else nullcontext():
+            yield _steps(job, short, device, missing, dtype)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not joined:
             dist.destroy_process_group()
 
 
-def _steps(job: Job, config: Any, device: torch.device, missing: int) -> Steps:
+def _steps(job: Job, config: Any, device: torch.device, missing: int, dtype: torch.dtype) -> Steps:
     run = prepare(
-        meta_model(job, config, torch.bfloat16), job.stack, device=device, dtype=torch.bfloat16,
+        meta_model(job, config, dtype), job.stack, device=device, dtype=dtype,
         weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=job.offload,
     )  # fmt: skip
     train = Train(steps=100, optimizer=job.optimizer)
