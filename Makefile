@@ -32,9 +32,9 @@ faults: setup
 fuzz: setup
 	ITHACA_FUZZ=long $(BIN)/python -m pytest -q -s tests/fuzz
 
-# More configurations of the plan's arithmetic against the code: 2 minutes on 2 cores.
+# More configurations of the plan's arithmetic against the code: 3 minutes on 2 cores.
 plans: setup
-	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner/test_memory.py tests/planner/test_settings.py
+	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner
 
 lint: setup
 	$(BIN)/ruff check

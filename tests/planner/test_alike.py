@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -22,38 +23,30 @@ SIZES = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=1024,
     num_hidden_layers=6, max_position_embeddings=2**24,
 )  # fmt: skip
+MORE = os.environ.get("ITHACA_PLANS") == "long"  # make plans
 LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a layer
 
 
-@pytest.mark.parametrize(
-    ("stack", "context", "world", "more", "layers"),
-    [
-        (Stack(tile=1024), 4096, 1, {}, (6, 4)),
-        (Stack(tile=2048), 2048, 1, dict(offload=True, accumulation=2), (6, 4)),
-        (Stack(recompute="none", tile=None, shard_parameters=False), 2048, 1, {}, (6, 4)),
-        (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, {}, (6, 4)),
-        (
-            Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2),
-            2 * LONG,
-            2,
-            dict(lora=8),
-            (6, 4),
+CASES = {
+    "on the GPU": (Stack(tile=1024), 4096, 1, {}, (6, 4)),
+    "nothing recomputed": (Stack(recompute="none", tile=None, shard_parameters=False), 2048, 1, {}, (6, 4)),
+    "host": (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, {}, (6, 4)),
+    "GPU and host": (Stack(store="5 gpu + 1 host", tile=LONG // 2), LONG, 1, {}, (6, 5)),
+    "three blocks": (
+        Stack(recompute="5 layer + 2 keep_attention", store="6 host + 1 gpu", tile=LONG // 2), LONG, 1, {}, (7, 6)
+    ),
+}  # fmt: skip
+if MORE:
+    CASES |= {
+        "offloaded, two micro-batches": (Stack(tile=2048), 2048, 1, dict(offload=True, accumulation=2), (6, 4)),
+        "disk, composed, LoRA": (
+            Stack(ulysses=2, store="disk", engine="composed", recompute="layer", tile=LONG // 2), 2 * LONG, 2, dict(lora=8), (6, 4)
         ),
-        (Stack(store="5 host + 5 gpu", tile=LONG // 2), LONG, 1, {}, (10, 8)),
-        (Stack(store="5 gpu + 1 host", tile=LONG // 2), LONG, 1, {}, (6, 5)),
-        (Stack(recompute="5 layer + 2 keep_attention", store="6 host + 1 gpu", tile=LONG // 2), LONG, 1, {}, (7, 6)),
-    ],
-    ids=[
-        "on the GPU",
-        "offloaded, two micro-batches",
-        "nothing recomputed",
-        "host",
-        "disk, composed, LoRA",
-        "host and GPU",
-        "GPU and host",
-        "three blocks",
-    ],
-)
+        "host and GPU": (Stack(store="5 host + 5 gpu", tile=LONG // 2), LONG, 1, {}, (10, 8)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stack", "context", "world", "more", "layers"), CASES.values(), ids=CASES)
 def test_what_is_added_up_is_what_runs(stack: Stack, context: int, world: int, more: dict, layers: tuple[int, int]):
     config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": layers[0]})
     job = Job(sizes_of(config.to_dict(), "small"), stack, context, world, **more)

@@ -159,15 +159,32 @@ def _links(rank: RankCost, hardware: Hardware, compute: float) -> float:
         exchange = sent * (1 - 1 / stack.ulysses) / link.all_to_all
     if stack.ring > 1:
         ring = sum(attention.passed_around(kind) * times for kind, times in recompute.items()) / beyond.ring
-    if job.world > 1 and stack.shard_parameters:
-        gathered_twice, reduced = 2 * BF16 * model.weights, FP32 * job.trained
-        sharding = (gathered_twice / beyond.gather + reduced / beyond.reduce) * (1 - 1 / job.world)
+    moved = sharded_bytes(rank)
+    sharding = (moved["gathered"] / beyond.gather + moved["reduced"] / beyond.reduce) * (1 - 1 / rank.shards)
+    replicas = job.world // rank.shards
+    sharding += (
+        moved["summed"] * (1 / beyond.reduce + 1 / beyond.gather) * (1 - 1 / replicas)
+    )  # as a ring sums: there and back
     # With nothing to hide behind: of a layer's stages, what the first waits for and what the last brings home; of a ring, the sums
     # of gradients on their last hop; of weights, those of the first layer, and of gradients those of the last to be done.
     exposed = exchange / (len(attention.stages) if attention.overlaps else 1)
     exposed += model.layers * attention.last_hop() / beyond.ring
     exposed += sharding / model.layers
     return exposed + max(0.0, exchange + ring + sharding - exposed - compute)
+
+
+def sharded_bytes(rank: RankCost) -> dict[str, int]:
+    """What FSDP2 moves in a step. gathered: weights, for forward and again for backward; the embedding once (backward does not need
+    it, or the head has kept it), and so the last norm, which is kept. reduced: gradients, to their shards. summed: those of a
+    shard, over its replicas."""
+    job, model = rank.job, rank.model
+    bytes_of: dict[str, int] = {"gathered": 0, "reduced": 0, "summed": 0}
+    if job.world > 1 and rank.shards > 1:
+        once = model.embedding_weights + model.hidden
+        bytes_of |= {"gathered": BF16 * (2 * model.weights - once), "reduced": FP32 * job.trained}
+    if job.world > rank.shards:
+        bytes_of["summed"] = FP32 * job.trained // rank.shards
+    return bytes_of
 
 
 def _rates(figure: float, measured: Links | None) -> Links:
