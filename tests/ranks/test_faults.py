@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,19 +60,49 @@ LAYOUTS = {
 }
 
 
+CASES = {
+    "killed in an all-to-all": ("ulysses", "all_to_all_single:1:40:kill", r"rank 1 .*was killed by SIGKILL", 0),
+    "killed in a gather": ("ulysses", "all_gather_into_tensor:1:15:kill", r"rank 1 .*was killed by SIGKILL", 0),
+    "killed in a ring step": ("ring", "batch_isend_irecv:1:20:kill", r"rank 1 .*was killed by SIGKILL", 0),
+    "stopped": ("ulysses", "all_to_all_single:1:40:stop", r"rank 1 .*stopped", 0),
+    "never comes": ("ulysses", "all_to_all_single:1:40:never", r"rank 1 .*hangs", 0),
+    "out of memory": ("ulysses", "all_to_all_single:1:40:memory", r"rank 1 .*out of (GPU )?memory", 5),
+}
+NOTHING = "all_reduce:9:1:none"
+
+
 @dataclass
-class End:
-    code: int
-    said: str
+class Trained:
     folder: Path
+    process: subprocess.Popen[str]
+    said: str = ""
+
+    @classmethod
+    def start(cls, folder: Path, layout: str, trouble: str) -> Trained:
+        settings = [
+            "launch.cpu=null", "launch.workers=2", "launch.share_gpu=true", "model.dtype=bf16", "data.context=256", "train.rows=4",
+            f"train.steps={STEPS}", "train.schedule=constant", "train.warmup=1", "log.every=1", "checkpoint.every=1",
+            "launch.timeouts.step=25", *LAYOUTS[layout], f"run.folder={folder / 'run'}",
+        ]  # fmt: skip
+        words = [word for setting in settings for word in ("--" + setting.partition("=")[0], setting.partition("=")[2])]
+        environ = {**os.environ, "ITHACA_TRY": trouble, "ITHACA_TRY_ONCE": str(folder / "once"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", PROGRAM, "train", "--recipe", "tiny_cpu", *words]
+        out = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return cls(folder, subprocess.Popen(command, text=True, env=environ, **out))  # pyright: ignore
+
+    def end(self) -> None:
+        try:
+            self.said = self.process.communicate(timeout=240)[0]
+        finally:
+            self.process.kill()
 
     @property
     def weights(self) -> dict[str, str]:
-        return hashes_of(self.folder / "checkpoints" / f"step-{STEPS}")
+        return hashes_of(self.folder / "run" / "checkpoints" / f"step-{STEPS}")
 
     @property
     def status(self) -> dict:
-        return json.loads((self.folder / "status.json").read_text())
+        return json.loads((self.folder / "run" / "status.json").read_text())
 
 
 def used() -> int:
@@ -80,53 +111,43 @@ def used() -> int:
     return total - free
 
 
-def train(folder: Path, layout: str, trouble: str = "all_reduce:9:1:none", *more: str) -> End:
-    settings = [
-        "launch.cpu=null", "launch.workers=2", "launch.share_gpu=true", "model.dtype=bf16", "data.context=256", "train.rows=4",
-        f"train.steps={STEPS}", "train.schedule=constant", "train.warmup=1", "log.every=1", "checkpoint.every=1",
-        "launch.timeouts.step=25", *LAYOUTS[layout], *more, f"run.folder={folder / 'run'}",
-    ]  # fmt: skip
-    words = [word for setting in settings for word in ("--" + setting.partition("=")[0], setting.partition("=")[2])]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "train", "--recipe", "tiny_cpu", *words], text=True, timeout=250,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "ITHACA_TRY": trouble, "ITHACA_TRY_ONCE": str(folder / "once"), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return End(done.returncode, done.stdout, folder / "run")
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[End]]:
-    """Two of each, to see whether repeats are equal bit for bit."""
-    return {name: [train(tmp_path_factory.mktemp(name), name) for _ in range(2)] for name in LAYOUTS}
-
-
-CASES = {
-    "killed in an all-to-all": ("ulysses", "all_to_all_single:1:40:kill", "rank 1 .*was killed by SIGKILL", 0),
-    "killed in a gather": ("ulysses", "all_gather_into_tensor:1:15:kill", "rank 1 .*was killed by SIGKILL", 0),
-    "killed in a ring step": ("ring", "batch_isend_irecv:1:20:kill", "rank 1 .*was killed by SIGKILL", 0),
-    "stopped": ("ulysses", "all_to_all_single:1:40:stop", "rank 1 .*stopped", 0),
-    "never comes": ("ulysses", "all_to_all_single:1:40:never", "rank 1 .*hangs", 0),
-    "out of memory": ("ulysses", "all_to_all_single:1:40:memory", "rank 1 .*out of (GPU )?memory", 5),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_bad_day(undisturbed: dict[str, list[End]], tmp_path: Path, name: str):
-    layout, trouble, cause, code = CASES[name]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
+    """All at once, for most of each is its start. Two of each layout are undisturbed, to see whether repeats are equal."""
     before = used()
-    end = train(tmp_path, layout, trouble)
-    assert (tmp_path / "once").exists(), f"the fault never came:\n{end.said}"
-    assert end.code == code, end.said
-    assert re.search(cause, end.said), end.said
-    assert not [process for process in psutil.process_iter(["environ"]) if trouble in str(process.info["environ"])]
+    wanted = {f"{layout} {number}": (layout, NOTHING) for layout in LAYOUTS for number in (1, 2)}
+    wanted |= {name: (layout, trouble) for name, (layout, trouble, _, _) in CASES.items()}
+    started = {name: Trained.start(tmp_path_factory.mktemp("run"), *what) for name, what in wanted.items()}
+    for run in started.values():
+        run.end()
+    yield started
+    # nobody stays behind, and no memory of the GPU
+    assert not [
+        process for process in psutil.process_iter(["environ"]) if "ITHACA_TRY" in (process.info["environ"] or {})
+    ]
     wait_until(
         lambda: used() <= before + (64 << 20), lambda: f"{used() - before:,} bytes of GPU memory are still taken"
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_undisturbed(runs: dict[str, Trained], layout: str):
+    for number in (1, 2):
+        run = runs[f"{layout} {number}"]
+        assert run.process.returncode == 0 and run.status["state"] == "finished", run.said
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_day(runs: dict[str, Trained], name: str):
+    layout, _, cause, code = CASES[name]
+    run = runs[name]
+    assert (run.folder / "once").exists(), f"the fault never came:\n{run.said}"
+    assert run.process.returncode == code, run.said
+    assert re.search(cause, run.said), run.said
     if code:
-        assert end.status["state"] == "failed"
+        assert run.status["state"] == "failed"
         return
-    assert "restarting from step" in end.said and end.status["state"] == "finished", end.said
-    first, second = undisturbed[layout]
+    assert "restarting from step" in run.said and run.status["state"] == "finished", run.said
+    first, second = runs[f"{layout} 1"], runs[f"{layout} 2"]
     if first.weights == second.weights:
-        assert end.weights == first.weights
+        assert run.weights == first.weights
