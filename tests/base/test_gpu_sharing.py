@@ -10,6 +10,7 @@ from ithaca.base.gpu_sharing import nccl_version, sharing_variables, why_not_sha
 from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
 
+NONE = "torch sees no GPU here; without one, ranks run on the CPU (launch.cpu, --device cpu, --cpu)"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
 
 
@@ -40,8 +41,8 @@ def test_kernels_of_all_ranks_fit_beside_each_other(monkeypatch: pytest.MonkeyPa
 
 @no_gpu
 def test_without_a_gpu():
-    assert nccl_version() is None and why_not_shared() == "torch sees no GPU here"
-    with pytest.raises(ValueError, match=r"^2 ranks cannot share 0 GPUs: torch sees no GPU here$"):
+    assert nccl_version() is None and why_not_shared() == NONE
+    with pytest.raises(ValueError, match=r"^2 ranks cannot share 0 GPUs: torch sees no GPU here; "):
         Workers(2, device="cuda", share_gpu=True)
 
 

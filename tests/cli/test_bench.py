@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from ithaca.cli.bench import Report, _markdown, stacks
 from ithaca.cli.main import main
@@ -37,6 +38,11 @@ def test_a_report_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--minutes", "nan"], "--minutes nan must be"),
         (["--cpu", "2", "--ranks", "3"], "--cpu N says how many ranks there are"),
         (["--cpu", "0"], "0 ranks cannot be"),
+        pytest.param(
+            ["--ranks", "3"],
+            "--ranks 3, but torch sees 0 GPUs; lower it, or rehearse with --share-gpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU"),
+        ),
         (["no_such_model", "--cpu", "2"], "no_such_model"),
     ],
 )
@@ -44,6 +50,14 @@ def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str
     assert main(["bench", *words, "--out", str(tmp_path / "x")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_it_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    job = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["bench", "tiny_llama", "--cpu", "2"]) == 2
+    assert "a launcher started 2 processes, but this starts its own ranks" in capsys.readouterr().err
 
 
 def test_every_way_to_share_a_sequence():

@@ -35,6 +35,14 @@ def test_where_it_is():
     assert links_file({"HOME": "/h", FILE: ""}) is None
 
 
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch):
+    def nowhere(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    assert links_file({}) is None and read_links({}) == [] and keep_links(SLOW, {}) is None
+
+
 def test_nobody_wants_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(FILE, "")
     assert keep_links(SLOW) is None and read_links() == []

@@ -13,13 +13,19 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 _DEPTH = 64  # lists and objects inside each other, in JSON that is received
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Of this user and of ithaca. RuntimeError: there is no home. It need not exist."""
+    home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache"
+    return Path(home) / "ithaca"
 
 
 def open_regular(path: Path) -> BufferedReader:

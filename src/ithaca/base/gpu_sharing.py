@@ -38,10 +38,10 @@ def why_not_shared() -> str | None:
     import torch
 
     if not torch.cuda.is_available():
-        return "torch sees no GPU here"
+        return "torch sees no GPU here; without one, ranks run on the CPU (launch.cpu, --device cpu, --cpu)"
     version = nccl_version()
     if version is None:
-        return "no NCCL is loaded here"
+        return "no NCCL is loaded here; install a torch with CUDA for Linux, or run the ranks on the CPU"
     if version < LEAST:
         loaded, least = (".".join(map(str, number)) for number in (version, LEAST))
         return (
@@ -51,7 +51,11 @@ def why_not_shared() -> str | None:
     return None
 
 
+def ranks_per_gpu(ranks: int, gpus: int) -> int:
+    return ceil(ranks / max(gpus, 1))
+
+
 def sharing_variables(ranks: int, gpus: int) -> dict[str, str]:
     """What NCCL must find in the environment before it begins."""
-    blocks = str(max(1, _ALL_BLOCKS // ceil(ranks / max(gpus, 1))))
+    blocks = str(max(1, _ALL_BLOCKS // ranks_per_gpu(ranks, gpus)))
     return {_ENABLE: "1", _BLOCKS: os.environ.get(_BLOCKS, blocks)}

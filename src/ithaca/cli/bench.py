@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..base.gpu_sharing import ranks_per_gpu
 from ..base.units import format_bytes, format_tokens, parse_tokens
 from ..stack import Stack
-from .measuring import going_on, say
+from .doctor import examined, without_names
+from .measuring import going_on, in_one_process, say
 
 _HELP = """\
 Checks and measures this machine with real ranks, one for each GPU, and writes a report (Markdown and JSON) that names no host, user
@@ -76,6 +78,7 @@ def add_bench(verbs: Any) -> None:
 
 def run_bench(options: argparse.Namespace) -> int:
     contexts = [parse_tokens(text) for text in options.contexts.split(",") if text.strip()]
+    in_one_process("starts its own ranks, one for each GPU of this machine")
     if not contexts:
         raise ValueError("--contexts names none; write 64K,256K,1M")
     if not 0.1 <= options.minutes <= 10_000:
@@ -90,6 +93,8 @@ def run_bench(options: argparse.Namespace) -> int:
     ranks = options.cpu or options.ranks or gpus
     if ranks < 1 or ranks > 4096:
         raise ValueError(f"there are {gpus} GPUs here, and {ranks} ranks cannot be; without a GPU try --cpu 2")
+    if not (on_cpu or options.share_gpu) and ranks > gpus:
+        raise ValueError(f"--ranks {ranks}, but torch sees {gpus} GPUs; lower it, or rehearse with --share-gpu")
     hardware = _hardware(ranks, on_cpu, options.share_gpu)
     from ..planner.search import plan  # before anything starts: is the model known?
 
@@ -103,7 +108,7 @@ def run_bench(options: argparse.Namespace) -> int:
         }
     )  # fmt: skip
     until = time.monotonic() + 60 * options.minutes
-    report.machine = _machine()
+    report.machine = examined()
     device = "cpu" if on_cpu else "cuda"
     with Workers(ranks, device=device, share_gpu=options.share_gpu, timeout=60 * options.minutes + 300) as pool:
         parts: list[Callable[[], None]] = [
@@ -121,8 +126,6 @@ def run_bench(options: argparse.Namespace) -> int:
 
 def _hardware(ranks: int, on_cpu: bool, shared: bool) -> Any:
     """This machine, in the planner's words; for a CPU GPUs stand in, whose times nobody compares."""
-    from math import ceil
-
     from ..engine.offload.host import available_memory
     from ..planner.hardware import Hardware, parse_gpus
 
@@ -132,16 +135,8 @@ def _hardware(ranks: int, on_cpu: bool, shared: bool) -> Any:
 
     from ..training.automatic import gpu_here
 
-    gpu = gpu_here(torch.device("cuda", 0))
-    if shared:
-        gpu = replace(gpu, memory=gpu.memory // ceil(ranks / torch.cuda.device_count()))
-    return Hardware(gpu, ranks, per_node=ranks, host=available_memory())
-
-
-def _machine() -> dict[str, Any]:
-    from .doctor import examined
-
-    return examined()
+    sharing = ranks_per_gpu(ranks, torch.cuda.device_count()) if shared else 1
+    return Hardware(gpu_here(torch.device("cuda", 0), sharing=sharing), ranks, per_node=ranks, host=available_memory())
 
 
 # -- the parts -----------------------------------------------------------------------------------------------------------
@@ -264,8 +259,6 @@ def _step_row(pool: Any, bench_rank: Any, wanted: Any, full_plan: Any, layers: i
 
 
 def _write(report: Report, folder: Path) -> None:
-    from .doctor import without_names
-
     whole = without_names(asdict(report))
     (folder / "report.json").write_text(json.dumps(whole, indent=1) + "\n")
     (folder / "report.md").write_text(_markdown(Report(**whole)) + "\n")

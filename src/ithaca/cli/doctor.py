@@ -24,8 +24,8 @@ _HELP = """\
 Prints versions, GPUs, memory, limits and attention kernels as a block to paste into a report, and what is missing for speed. The
 block names no host, user or home folder. Nothing is sent anywhere. The exit status is then always 0.
 
-With --links it measures instead how fast this machine's GPUs talk to each other (all-to-all, all-gather, reduce-scatter, ring;
-under a minute) and keeps that for plans. Under torchrun on several nodes it measures between all of them:
+With --links it measures instead how fast this machine's GPUs talk to each other (all-to-all, all-gather, reduce-scatter, ring)
+and keeps that for plans. Under torchrun on several nodes it measures between all of them:
   ithaca doctor --links
   torchrun --nnodes 2 --nproc-per-node 8 ... -m ithaca doctor --links
 """

@@ -51,6 +51,8 @@ def _joined(options: argparse.Namespace, job: Any) -> int:
     from ..observe.profiler.links import NBYTES, measure_links
     from ..training.launch import join, leave
 
+    if job.world < 2:
+        raise ValueError("one rank has no links; start at least two, with a GPU each")
     device, nbytes = ("cpu", _TRIED) if options.cpu else ("cuda", NBYTES)
     join(job, device)
     rates = measure_links(device, nbytes)
@@ -86,7 +88,7 @@ def _tell(options: argparse.Namespace, rates: dict[str, float], device: str, per
     for field, words in _NAMES.items():
         print(f"  {words:<16}{rates[field] / 1e9:8.2f}")
     if where is None:
-        why = "plans are for GPUs" if device == "cpu" else f"{FILE} is empty"
+        why = "plans are for GPUs" if device == "cpu" else f"{FILE} is empty, or you have no home; it may name a file"
         print(f"not kept: {why}")
     else:
         print(f"kept: plans for {per_node * nodes}x{links.gpu} count with it from now on ({where})")

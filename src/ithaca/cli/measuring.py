@@ -46,14 +46,18 @@ def at_least(least: int, **values: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}, and at most 1,000,000")
 
 
-def on_cpu(options: argparse.Namespace) -> bool:
-    """Whether to measure on the CPU: asked for, or for want of a GPU."""
+def in_one_process(instead: str) -> None:
+    """Refuse a job of several. instead: what this does by itself."""
     job = find_job(os.environ)
     if job is not None and job.world > 1:
         raise ValueError(
-            f"a launcher started {job.world} processes, but this runs in one, as rank 0 of those that --gpus names; start it "
-            "without torchrun or srun"
+            f"a launcher started {job.world} processes, but this {instead}; start it without torchrun or srun"
         )
+
+
+def on_cpu(options: argparse.Namespace) -> bool:
+    """Whether to measure on the CPU: asked for, or for want of a GPU."""
+    in_one_process("runs in one, as rank 0 of those that --gpus names")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts; read when torch is imported
     import torch
 

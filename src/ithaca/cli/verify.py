@@ -134,7 +134,7 @@ def _check_model(todo: list[Case]) -> None:
 
 def _device(options: argparse.Namespace, stack: Stack) -> str:
     if options.share_gpu:
-        why = "--device cpu was asked for" if options.device == "cpu" else why_not_shared()
+        why = "--device cpu was asked for; leave one of the two out" if options.device == "cpu" else why_not_shared()
         require([f"--share-gpu: {why}"] if why else [], "this cannot be verified")
     if options.device == "cpu":
         return "cpu"

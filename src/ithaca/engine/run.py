@@ -290,10 +290,11 @@ class Run:
         sizes = sizes_of(self.decoder.config.to_dict(), "this model")
         stored = bytes_stored(RankCost(Job(sizes, self.stack, context, self.mesh.world.size, rows)))
         need = stored[self.stack.offload] * x.element_size() // BF16  # which is what is counted in
-        ranks = self.mesh.world.size
-        per_host = min(
-            ranks, int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if x.is_cuda else ranks))
+        ranks, said = self.mesh.world.size, os.environ.get("LOCAL_WORLD_SIZE", "")
+        on_this_host = (
+            int(said) if said.isdecimal() and int(said) else torch.cuda.device_count() if x.is_cuda else ranks
         )
+        per_host = min(ranks, on_this_host)
         on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * per_host), _no_room)
         self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
 

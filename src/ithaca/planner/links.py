@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.fields import POSITIVE, TEXT, Rule, wrong
-from ..base.files import read_json, write_atomically
+from ..base.files import cache_folder, read_json, write_atomically
 
 FILE = "ITHACA_LINKS"
 RATE = Rule("a number of bytes a second", lambda value: type(value) in (int, float) and 1e6 <= value <= 1e14)
@@ -41,11 +41,13 @@ class Links:
 
 
 def links_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """None: ITHACA_LINKS is empty, so nobody wants it."""
+    """None: there is no place for it, or nobody wants it: ITHACA_LINKS is empty."""
     if FILE in environ:
         return Path(environ[FILE]) if environ[FILE] else None
-    cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache"
-    return Path(cache) / "ithaca" / "links.json"
+    try:
+        return cache_folder(environ) / "links.json"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 def read_links(environ: Mapping[str, str] = os.environ) -> list[Links]:

@@ -7,13 +7,13 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..base.exits import MEMORY, Failed
+from ..base.gpu_sharing import ranks_per_gpu
 from ..config.schema import Config
 from ..engine.attention.choice import kernels_here
 from ..engine.build import DTYPES, model_name, simple_stack
@@ -59,9 +59,8 @@ def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
     scratch = Path(config.stack.scratch or tempfile.gettempdir())
     gpus = max(1, torch.cuda.device_count())
     per_node = job.local_world if (job := find_job(os.environ)) else gpus
-    gpu = gpu_here(device, config.launch.gpu_memory)
-    if config.launch.share_gpu:
-        gpu = replace(gpu, memory=gpu.memory // ceil(per_node / gpus))
+    sharing = ranks_per_gpu(per_node, gpus) if config.launch.share_gpu else 1
+    gpu = gpu_here(device, config.launch.gpu_memory, sharing)
     return Hardware(
         gpu,
         world,
@@ -71,12 +70,12 @@ def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:
     )
 
 
-def gpu_here(device: torch.device, limit: int | None = None) -> Gpu:
-    """A GPU that the planner's table does not have is taken for the nearest, with its own memory."""
+def gpu_here(device: torch.device, limit: int | None = None, sharing: int = 1) -> Gpu:
+    """A GPU that the planner's table does not have is taken for the nearest, with its own memory. sharing: ranks that have it."""
     properties = torch.cuda.get_device_properties(device)
     words = properties.name.lower().replace(" ", "").replace("nvidia", "")
     known = next((gpu for name, gpu in sorted(GPUS.items(), key=lambda item: -len(item[0])) if name in words), None)
     if known is None:
         known = replace(GPUS["h100" if properties.major >= 9 else "a100"], name=properties.name, measured=False)
-    memory = properties.total_memory if limit is None else min(limit, properties.total_memory)
+    memory = (properties.total_memory if limit is None else min(limit, properties.total_memory)) // sharing
     return replace(known, memory=memory, label=round(memory / 1e9), processors=properties.multi_processor_count)

@@ -16,6 +16,8 @@ import stat
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from ...base.files import cache_folder
+
 ENABLED, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
@@ -24,11 +26,11 @@ def keep_compiled(capability: tuple[int, int], environ: MutableMapping[str, str]
     if ENABLED in environ:
         return None
     try:
-        folder = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("ithaca", "flash-attention-4", "sm{}{}".format(*capability)):
-            folder /= name
-            folder.mkdir(mode=0o700, exist_ok=True)  # with `parents` only the last would be closed to others
+        own = cache_folder(environ)
+        own.parent.mkdir(parents=True, exist_ok=True)
+        folder = own / "flash-attention-4" / "sm{}{}".format(*capability)
+        for part in (own, folder.parent, folder):
+            part.mkdir(mode=0o700, exist_ok=True)  # with `parents` only the last would be closed to others
         folder = folder.resolve()
         problem = _open_to_others(folder) or _cannot_lock(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
