@@ -39,6 +39,11 @@ def test_kernels_of_all_ranks_fit_beside_each_other(monkeypatch: pytest.MonkeyPa
     assert sharing_variables(8, 1)["NCCL_MAX_CTAS"] == "2", "a user knows better"
 
 
+def test_without_the_protocol_that_sums_wrongly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NCCL_PROTO", raising=False)
+    assert sharing_variables(2, 1)["NCCL_PROTO"] == "^LL128"
+
+
 @no_gpu
 def test_without_a_gpu():
     assert nccl_version() is None and why_not_shared() == NONE

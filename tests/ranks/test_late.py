@@ -12,7 +12,6 @@ from .late import late_runs
 pytestmark = pytest.mark.ranks
 
 SEEDS = 17
-KEPT = [("streamed", "keep_attention", True), ("streamed", "layer", False), ("composed", "keep_attention", True)]
 STACKS = [
     Stack(ulysses=2, heads_per_stage=1, recompute=recompute, store=store, engine=engine, tile=61, hold=hold)
     for engine, recompute, hold in (
@@ -34,6 +33,7 @@ STACKS = [
 def test_nobody_reads_too_early(ranks, number):
     case = Case("llama3", STACKS[number], 2, "cuda", "bfloat16", 509)
     for spread, distances, sleeps in ranks.run(late_runs, case, list(range(SEEDS)), world=2):
+        print(f"{number}: repeats {spread:.1e} apart, delayed {max(distances.values()):.1e}")
         assert sleeps["compute"] > SEEDS and (case.stack.offload == "gpu" or sleeps["beside"] > SEEDS)
         assert spread < 0.01 and len(distances) == SEEDS
         assert {seed: far for seed, far in distances.items() if far > spread} == {}, f"repeats: {spread}"

@@ -14,7 +14,7 @@ import os
 from math import ceil
 
 LEAST = (2, 30)
-_ENABLE, _BLOCKS = "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"
+_ENABLE, _BLOCKS, _PROTOCOL = "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_PROTO"
 _ALL_BLOCKS = 32  # of one collective's kernel: with more, those of several ranks do not fit beside each other
 
 
@@ -56,6 +56,9 @@ def ranks_per_gpu(ranks: int, gpus: int) -> int:
 
 
 def sharing_variables(ranks: int, gpus: int) -> dict[str, str]:
-    """What NCCL must find in the environment before it begins."""
+    """What NCCL must find in the environment before it begins.
+
+    Of its protocols LL128 sums wrongly where ranks share a GPU: with 2.30.7 an all-reduce of 4 MB over four ranks is off by 0.9 of
+    its size, and says nothing. The other two are right."""
     blocks = str(max(1, _ALL_BLOCKS // ranks_per_gpu(ranks, gpus)))
-    return {_ENABLE: "1", _BLOCKS: os.environ.get(_BLOCKS, blocks)}
+    return {_ENABLE: "1", _BLOCKS: os.environ.get(_BLOCKS, blocks), _PROTOCOL: os.environ.get(_PROTOCOL, "^LL128")}

@@ -187,13 +187,14 @@ def _links(report: Report, pool: Any, ranks: int, device: str, hardware: Any) ->
     if ranks < 2:
         report.links = {"left out": "one rank has no links"}
         return
-    if report.about["shared"]:
-        report.links = {"left out": "ranks that share a GPU have none"}
-        return
-    from ..observe.profiler.links import NBYTES, measure_links
+    from ..observe.profiler.links import NBYTES, check_collectives, measure_links
     from .doctor_links import kept_links
 
     say("links")
+    if report.about["shared"]:
+        pool.run(check_collectives, device, world=ranks)
+        report.links = {"left out": "ranks that share a GPU have none; what they sent arrived"}
+        return
     rates = pool.run(measure_links, device, NBYTES if device == "cuda" else 1 << 20, world=ranks)[0]
     links, _ = kept_links(rates, device, ranks, 1)
     report.links = asdict(links)
