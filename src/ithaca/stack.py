@@ -16,7 +16,7 @@ from typing import Any
 from .base.kernels import KERNELS
 
 RECOMPUTE = ("none", "layer", "keep_attention")
-ENGINES = ("auto", "composed", "streamed")
+ENGINES = ("auto", "composed", "streamed", "module")
 STORES = ("gpu", "host", "disk")
 ATTENTION = ("auto", *KERNELS)
 CHOICES = {"recompute": RECOMPUTE, "store": STORES, "engine": ENGINES, "attention": ATTENTION}
@@ -73,10 +73,11 @@ class Stack:
     """FSDP2: parameters, gradients and optimizer states sharded over all ranks of a replica."""
 
     attention: str = "auto"
-    """Attention kernel: "auto" or one of "fa4", "cudnn", "flash", "cpu"."""
+    """Attention kernel: "auto" or one of "fa4", "cudnn", "flash", "cpu", "math" (plain matrix products, slow)."""
 
     engine: str = "auto"
-    """How a layer is computed: "streamed" holds pieces, "composed" whole tensors; "auto" = streamed where it can."""
+    """How a layer is computed: "streamed" holds pieces, "composed" whole tensors, "module" runs the model's own code, of any
+    decoder; "auto" = streamed where it can, and module for models without arithmetic of their own here."""
 
     hold: bool | None = None
     """With store="host" or "disk": what a streamed layer reads more than once stays on the device while that layer runs (three

@@ -29,7 +29,7 @@ def test_the_block_for_real(tmp_path: Path):
     assert list(block) == ["ithaca", "packages", "cuda", "gpus", "host", "attention", "hints"]
     assert "broken" not in done.stdout
     assert block["packages"]["torch"] == torch.__version__ and block["gpus"]["count"] == torch.cuda.device_count()
-    assert set(block["attention"]) == {"fa4", "cudnn", "flash", "cpu", "auto takes"}
+    assert set(block["attention"]) == {"fa4", "cudnn", "flash", "cpu", "math", "auto takes"}
     if not torch.cuda.is_available():
         assert block["attention"]["cpu"] == "ok" and block["attention"]["auto takes"] == "cpu"
         assert "needs a CUDA device" in block["attention"]["flash"]

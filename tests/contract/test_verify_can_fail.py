@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import ithaca.engine.assemble
 import ithaca.engine.batch
-import ithaca.engine.parallelize
 import ithaca.engine.run
 from ithaca.base.processes.pool import Workers
 from ithaca.engine.batch import Batch
@@ -28,7 +28,7 @@ CHECKS = ("logits", "plain", "packed", "leak", "window")
 @contextmanager
 def wrong_gqa_pairing() -> Iterator[None]:
     """Query heads meet the KV head after their own, as a contiguous split of a pretrained wq would do."""
-    plain = ithaca.engine.parallelize.head_schedule
+    plain = ithaca.engine.assemble.head_schedule
 
     def rotated(heads: int, kv_heads: int, ranks: int, heads_per_stage: int | None):
         turn = lambda lists: tuple(tuple((head + 1) % kv_heads for head in each) for each in lists)  # noqa: E731
@@ -36,7 +36,7 @@ def wrong_gqa_pairing() -> Iterator[None]:
             replace(stage, fresh=turn(stage.fresh)) for stage in plain(heads, kv_heads, ranks, heads_per_stage)
         )
 
-    with patch.object(ithaca.engine.parallelize, "head_schedule", rotated):
+    with patch.object(ithaca.engine.assemble, "head_schedule", rotated):
         yield
 
 
@@ -57,8 +57,8 @@ def mask_without(documents: bool, window: bool) -> Iterator[None]:
     """A causal flag that silently replaces what else the mask should say."""
     plain = ithaca.engine.batch.plan_segments
 
-    def causal(q_chunks, k_chunks, bounds, reach, device):
-        return plain(q_chunks, k_chunks, None if documents else bounds, None if window else reach, device)
+    def causal(q_chunks, k_chunks, bounds, reach, device, *chunk):
+        return plain(q_chunks, k_chunks, None if documents else bounds, None if window else reach, device, *chunk)
 
     with patch.object(ithaca.engine.batch, "plan_segments", causal):
         yield

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ithaca.base.kernels import SCORES
 from ithaca.engine.attention.backends import BACKENDS
+from ithaca.engine.attention.choice import Kernels, Need
 from ithaca.engine.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
 from ithaca.engine.sequence import Layout, document_bounds
 
@@ -16,23 +18,24 @@ KERNELS = [name for name in BACKENDS if name != "cpu"]
 LIMIT = 5e-3  # a bf16 kernel rounds its probabilities and its output
 
 
-def kernel(name: str, head_dim: int, windowed: bool):
+def kernel(name: str, head_dim: int, windowed: bool, dtype=torch.bfloat16, **more):
     made = BACKENDS[name]()
-    reason = made.problem(torch.device("cuda", 0), torch.bfloat16, head_dim, windowed)
+    reason = made.problem(torch.device("cuda", 0), dtype, head_dim, windowed, **more)
     if reason is not None:
         pytest.skip(f"{name} {reason}")
     return made
 
 
-def tensors(rows, heads, kv_heads, length, size):
+def tensors(rows, heads, kv_heads, length, size, value_dim=None, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    shapes = (heads, kv_heads, kv_heads, heads)
-    return tuple(torch.randn(rows, h, length, size, device="cuda", dtype=torch.bfloat16) for h in shapes)
+    value_dim = value_dim or size
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, value_dim), (heads, value_dim))
+    return tuple(torch.randn(rows, h, length, d, device="cuda", dtype=dtype) for h, d in shapes)
 
 
-def expected(q, k, v, dout, seen, scale):
+def expected(q, k, v, dout, seen, scale, softcap=None):
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = plain_attention(*leaves, seen, scale)
+    out, lse = plain_attention(*leaves, seen, scale, softcap)
     return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, dout.double())
 
 
@@ -175,3 +178,71 @@ def test_more_than_two_to_the_31_elements(name):
     inner = dquery.double() @ parts[1].transpose(2, 3) - (dquery.double() * out.double()).sum(-1, keepdim=True)
     assert distance(dv[:, :, far], p.transpose(2, 3) @ dquery.double()) < 2 * LIMIT
     assert distance(dk[:, :, far], (p * inner).transpose(2, 3) @ query.double() * 0.1) < 2 * LIMIT
+
+
+def compare(made, given, plan, seen, softcap=None, limit=LIMIT):
+    q, k, v, dout = given
+    scale = q.shape[3] ** -0.5
+    out, lse, grads = expected(q, k, v, dout, seen, scale, softcap)
+    got, got_lse = attend(made, q, k, v, plan, scale, softcap=softcap)
+    assert got.dtype == q.dtype and got_lse.dtype == torch.float32
+    assert distance(got, out) < limit and distance(got_lse, lse) < 1e-5
+    ours = attend_backward(made, dout, q, k, v, got, got_lse, plan, scale, softcap=softcap)
+    for mine, theirs in zip(ours, grads, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == q.dtype and distance(mine, theirs) < limit
+
+
+@pytest.mark.parametrize("chunk", [None, 100])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("size", "value_dim"), [(192, 128), (64, 128), (96, 24)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_values_of_another_size_and_chunks(name, size, value_dim, window, chunk):
+    """Chunks are documents, which `flash` and `fa4` take in one call."""
+    made = kernel(name, size, window is not None, value_dim=value_dim)
+    bounds = [document_bounds([300, 1, 212], 513)]
+    plan = plan_segments([(0, 513)], [(0, 513)], bounds, window, torch.device("cuda", 0), chunk)
+    tokens = torch.arange(513)
+    seen = visible(tokens, tokens, bounds[0], window, chunk)[None]
+    compare(made, tensors(1, 6, 2, 513, size, value_dim), plan, seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("softcap", [None, 1.0])
+@pytest.mark.parametrize(("size", "value_dim"), [(64, 64), (80, 40), (256, 256), (512, 512)])
+def test_plain_products(size, value_dim, softcap, window, dtype):
+    """In float32 as exact as on the CPU: the products of `math` do not go by TF32."""
+    made = kernel("math", size, window is not None, dtype, softcapped=softcap is not None, value_dim=value_dim)
+    plan = plan_segments([(0, 513)], [(0, 513)], None, window, torch.device("cuda", 0))
+    tokens = torch.arange(513)
+    seen = visible(tokens, tokens, None, window).expand(2, -1, -1)
+    given = tensors(2, 6, 2, 513, size, value_dim, dtype)
+    compare(made, given, plan, seen, softcap, 5e-6 if dtype == torch.float32 else LIMIT)
+
+
+@pytest.mark.parametrize("heads", [(16, 2), (16, 16)])
+def test_plain_products_hold_a_few_blocks(heads):
+    """16K tokens: all scores would be 17 GB."""
+    made = kernel("math", 128, False, softcapped=True)
+    q, k, v, dout = tensors(1, *heads, 2**14, 128)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, how = torch.cuda.memory_allocated(), dict(causal=True, scale=0.1, window=None, softcap=30.0)
+    out, lse = made.forward(q, k, v, **how)
+    made.backward(dout, q, k, v, out, lse, **how)
+    results = 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q.numel() // 128
+    sums = 2 * 4 * k.numel()
+    assert torch.cuda.max_memory_allocated() - before < results + sums + 5 * SCORES
+
+
+def test_what_auto_takes():
+    kernels, cuda = Kernels("auto"), torch.device("cuda", 0)
+    usual = Need(cuda, torch.bfloat16, 128)
+    latent = Need(cuda, torch.bfloat16, 192, value_dim=128)
+    assert "math" not in {kernels.resolve(need).name for need in (usual, latent)}
+    rare = [
+        Need(cuda, torch.bfloat16, 128, softcapped=True),
+        Need(cuda, torch.bfloat16, 512),
+        Need(cuda, torch.float32, 128),
+    ]
+    assert {kernels.resolve(need).name for need in rare} == {"math"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ithaca import stack
-from ithaca.base.kernels import KERNELS, fa4_installed
+from ithaca.base.kernels import KERNELS, fa4_installed, problem
 from ithaca.cli.ladder import kernels_apart
 from ithaca.cli.main import main
 from ithaca.engine.attention.backends import BACKENDS
@@ -72,8 +72,24 @@ def test_a_window_and_a_head_that_no_kernel_has_are_refused():
     with pytest.raises(ValueError, match="its layers with a sliding window: cudnn: has no sliding window"):
         plan(windowed, gpus="1xH100", context="8K", kernel="cudnn")
     with pytest.raises(ValueError, match="head_dim=264 is not a multiple of 8 up to 256"):
-        plan(replace(LLAMA, head_dim=264), gpus="1xA100", context="8K")
+        plan(replace(LLAMA, head_dim=264), gpus="1xA100", context="8K", kernel="flash")
     assert plan(windowed, gpus="1xA100", context="8K", stack=Stack()).job.kernel_of(0) == "flash"
+
+
+def test_plain_products_are_planned_where_no_kernel_is_known_and_the_plan_says_so():
+    unusual = plan(replace(LLAMA, head_dim=264), gpus="1xA100", context="8K", stack=Stack())
+    assert unusual.job.kernel_of(0) == "math" and any("speed was not measured" in each for each in unusual.assumed)
+    usual = plan(LLAMA, gpus="1xA100", context="8K", stack=Stack())
+    assert not any("not measured" in each for each in usual.assumed)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_rows_say_of_soft_caps_and_values(name: str):
+    capped = problem(name, 128, False, softcapped=True)
+    assert capped is None if name == "math" else capped == "has no soft cap of scores"
+    assert problem(name, 192, False, value_dim=128) is None
+    larger = problem(name, 128, False, value_dim=512)
+    assert larger is None if name in ("cpu", "math") else "head_dim=512" in str(larger)
 
 
 def test_layers_with_a_window_attend_at_the_rate_of_their_kernel():

@@ -16,6 +16,7 @@ from pathlib import Path
 LARGEST_HEAD = 256
 BLOCK = 128  # rows that kernels round the sequence up to
 FP32 = 4  # bytes
+SCORES = 2**26  # bytes of a block of scores, where they are written out (engine/attention/formula.py)
 
 Rates = dict[int, tuple[float, float]]  # head size up to -> share of the GPU's peak, forward and backward
 
@@ -69,6 +70,11 @@ def _flash_workspace(call: Call) -> int:
     return _cudnn_workspace(call) + copies * call.dq_sums + reordered
 
 
+def _math_workspace(call: Call) -> int:
+    scores = 4 * min(SCORES, FP32 * call.queries * call.tokens)  # scores, weights, their gradients, and copies of these
+    return scores + 2 * FP32 * call.keys * call.head_dim  # dk and dv are added up in fp32
+
+
 @dataclass(frozen=True)
 class Kernel:
     backend: str  # its class in engine/attention/backends.py
@@ -76,7 +82,9 @@ class Kernel:
     older_rates: Rates | None = None  # on GPUs before Hopper, where those differ
     workspace: Callable[[Call], int] = lambda call: 0
     windows: bool = True
+    softcap: bool = False  # of scores
     heads: tuple[int, ...] | None = None  # head sizes it was found right for; None = multiples of 8 up to LARGEST_HEAD
+    every_head: bool = False  # any head size
     since: str = "ampere"  # the first kind of GPU that it is made for
     gpu: bool = True
     condition: str = ""  # what a plan for another machine takes for granted
@@ -93,9 +101,16 @@ KERNELS = {
         older_rates={64: (0.55, 0.45), 256: (0.62, 0.50)},  # for which it was written
     ),
     # no plan is for CPUs; where CPU tensors are measured, a rate stands in and the time is never shown
-    "cpu": Kernel("Cpu", {256: (0.31, 0.33)}, gpu=False),
+    "cpu": Kernel("Cpu", {256: (0.31, 0.33)}, gpu=False, every_head=True),
+    # last, for what no other can; these rates are a guess from the bytes that it moves, and nobody has measured them
+    "math": Kernel(
+        "Math", {256: (0.05, 0.05)}, workspace=_math_workspace, softcap=True, every_head=True,
+        condition="attention by plain matrix products, as no kernel is known for this model; their speed was not measured",
+    ),
 }  # fmt: skip
 GPU_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.gpu)
+
+NO_SOFTCAP = "has no soft cap of scores"
 
 
 def head_problem(head_dim: int) -> str | None:
@@ -105,11 +120,18 @@ def head_problem(head_dim: int) -> str | None:
     return None
 
 
-def problem(name: str, head_dim: int, windowed: bool) -> str | None:
-    """Why a kernel is not for such a layer, as far as is known; None if it is."""
+def problem(
+    name: str, head_dim: int, windowed: bool, *, softcapped: bool = False, value_dim: int | None = None
+) -> str | None:
+    """Why a kernel is not for such a layer, as far as is known; None if it is. value_dim: where it is not head_dim."""
     kernel = KERNELS[name]
     if windowed and not kernel.windows:
         return "has no sliding window"
+    if softcapped and not kernel.softcap:
+        return NO_SOFTCAP
+    if kernel.every_head:
+        return None
+    head_dim = max(head_dim, value_dim or 0)  # the smaller is padded
     if kernel.heads is not None and head_dim not in kernel.heads:
         return f"head_dim={head_dim} is not among those it was found right for"
     return head_problem(head_dim)
@@ -133,7 +155,7 @@ def rates_of(name: str, head_dim: int, older: bool) -> tuple[float, float]:
     """Shares of the peak, forward and backward. older: on a GPU before Hopper."""
     kernel = KERNELS[name]
     table = kernel.older_rates if older and kernel.older_rates else kernel.rates
-    return next(rates for limit, rates in sorted(table.items()) if head_dim <= limit)
+    return next((rates for limit, rates in sorted(table.items()) if head_dim <= limit), table[max(table)])
 
 
 def backward_workspace(name: str, shape: tuple[int, ...], kv_heads: int, processors: int = 0) -> int:

@@ -31,26 +31,29 @@ class Batch:
     longest: int  # longest document, in tokens: what rotary settings that depend on the length look at
     supervised: int  # supervised tokens of the whole batch, over all ranks
     tokens: int  # real tokens of the whole batch, over all ranks
-    plans: dict[int | None, list[Plan]] = field(default_factory=dict)
+    fold: int = 1  # rows that stand for the ranks of one sequence, in a proof
+    plans: dict[tuple[int | None, int | None], list[Plan]] = field(default_factory=dict)
 
-    def plans_for(self, window: int | None, mesh: Mesh) -> list[Plan]:
-        """One plan per ring step, made once per batch and window."""
-        if window not in self.plans:
+    def plans_for(self, window: int | None, mesh: Mesh, chunk: int | None = None) -> list[Plan]:
+        """One plan per ring step, made once per batch, window and chunk."""
+        kind = (window, chunk)
+        if kind not in self.plans:
             layout, ring = self.layout, mesh.ring
             bounds = None
             if self.documents is not None:
                 bounds = [document_bounds(lengths, layout.padded) for lengths in self.documents]
-            self.plans[window] = [
+            self.plans[kind] = [
                 plan_segments(
                     layout.chunks(ring.rank),
                     layout.chunks((ring.rank - step) % ring.size),
                     bounds,
                     window,
                     mesh.device,
+                    chunk,
                 )
                 for step in range(ring.size)
             ]
-        return self.plans[window]
+        return self.plans[kind]
 
 
 def shard_batch(

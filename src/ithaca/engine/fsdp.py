@@ -10,7 +10,7 @@ A model built on the meta device is sharded first and filled afterwards, shard b
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,11 +20,14 @@ from ..base.holding import module_holds
 from .mesh import Mesh
 from .model.adapter import Decoder
 
+if TYPE_CHECKING:
+    from .own import OwnDecoder
+
 log = logging.getLogger("ithaca")
 module_holds("torch.distributed.fsdp", "fsdp")
 
 
-def apply_fsdp(decoder: Decoder, mesh: Mesh, *, compute: torch.dtype, reshard: bool = True) -> None:
+def apply_fsdp(decoder: Decoder | OwnDecoder, mesh: Mesh, *, compute: torch.dtype, reshard: bool = True) -> None:
     """Shard in place. `reshard`: free gathered parameters between forward and backward."""
     if mesh.parameters is None:
         return

@@ -1,4 +1,4 @@
-"""`prepare`: apply a stack to a model, in place. The one place that states the order of techniques (`_parallelize`)."""
+"""`prepare`: apply a stack to a model, in place. The order of techniques stands in assemble.py."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 from torch import nn
 
 from ..stack import Stack, require
-from .attention.choice import Kernels, Need
-from .attention.head_schedule import head_schedule
-from .fsdp import apply_fsdp
+from .assemble import adapter_starts, assemble
+from .attention.choice import Kernels
 from .mesh import Mesh, build_mesh
-from .model.adapter import Decoder, read_model
-from .model.fingerprint import Fingerprint
+from .model.adapter import Decoder, base_model, read_model
+from .model.families import FAMILIES
 from .objective.cross_entropy import LossKernel
 from .offload.choice import open_store
-from .offload.store import GpuStore, Store, StoreKind
-from .pretrained import keep_saving
+from .offload.store import GpuStore, StoreKind
+from .own import OwnDecoder, read_own
+from .proof import require_proof
 from .ranks import on_all_ranks
-from .request import route, route_whole
 from .run import Run
 
 
@@ -48,9 +47,11 @@ def prepare(
     seed: of PEFT adapters on the meta device, which start at random; the same on any number of ranks.
     """
     stack = stack or Stack()
-    decoder = read_model(model)
+    decoder = read_decoder(model, stack)
     require(stack.layer_violations(len(decoder.layers)), "this stack does not suit the model")
     _check_weights(model, weights)
+    if isinstance(decoder, OwnDecoder):
+        require_proof(decoder)
     device = _device(model, device)
     mesh = build_mesh(stack, device, offload_parameters)
     compute = dtype or _compute_dtype(decoder, stack, device)
@@ -65,52 +66,12 @@ def prepare(
     )  # fmt: skip
 
 
-def assemble(
-    model: nn.Module,
-    decoder: Decoder,
-    stack: Stack,
-    mesh: Mesh,
-    *,
-    store: Store,
-    on_device: GpuStore,
-    kernels: Kernels,
-    loss_kernel: LossKernel,
-    dtype: torch.dtype,
-    weights: str | Path | Callable[[Run], None] | None,
-    seed: int = 0,
-) -> Run:
-    """Put a run together from its parts. `prepare` chooses them by stack and device; a dry run brings its own."""
-    for layer in decoder.layers:
-        kernels.resolve(Need(mesh.device, dtype, layer.projector.head_dim, layer.window is not None))
-    first = decoder.layers[0].projector
-    schedule = head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
-    run = Run(model, stack, mesh, decoder, store, on_device, kernels, schedule, dtype, loss_kernel)
-    _parallelize(run, weights, seed)
-    return run
-
-
-def _parallelize(run: Run, weights: str | Path | Callable[[Run], None] | None, seed: int) -> None:
-    """The order of techniques, with the reason beside each line."""
-    decoder = run.decoder
-    apply_fsdp(decoder, run.mesh, compute=run.dtype)  # first: a meta model is filled shard by shard
-    materialize(run, weights, seed)
-    route_whole(decoder.model, decoder.base, run.ranks)
-    for module in [decoder.head, *(layer.module for layer in decoder.layers)]:
-        route(module, run.ranks)  # context parallelism, stages, tiles and store live in the routed layers
-    keep_saving(run.model)
-    run.fingerprint = Fingerprint(run.model, decoder.model, decoder.family)  # last: from here on nothing may change
-
-
-def materialize(run: Run, weights: str | Path | Callable[[Run], None] | None, seed: int = 0) -> None:
-    from .model.weights import fill_from_folder, is_meta
-
-    if callable(weights):
-        weights(run)
-    elif is_meta(run.model):
-        assert weights is not None
-        fill_from_folder(run.decoder, Path(weights), run.mesh, seed=seed, gaussian=_starts(run.model) == {"gaussian"})
-    elif run.mesh.parameters is None:
-        run.model.to(run.mesh.device)
+def read_decoder(model: nn.Module, stack: Stack) -> Decoder | OwnDecoder:
+    """By the table of families, or by its own code where the stack says so or the table does not know it."""
+    known = getattr(getattr(base_model(model), "config", None), "model_type", None) in FAMILIES
+    if stack.engine == "module" or (stack.engine == "auto" and not known):
+        return read_own(model)
+    return read_model(model)
 
 
 def _check_weights(model: nn.Module, weights: str | Path | Callable[[Run], None] | None) -> None:
@@ -131,17 +92,11 @@ def _check_weights(model: nn.Module, weights: str | Path | Callable[[Run], None]
             "a part of the model is on the meta device and another is not; build all of it there (adapters: "
             "get_peft_model under torch.device('meta')), or nothing"
         )
-    if _starts(model) not in (set(), {True}, {"gaussian"}):
+    if adapter_starts(model) not in (set(), {True}, {"gaussian"}):
         raise ValueError(
-            f"adapters on the meta device start as with init_lora_weights=True or 'gaussian', not {_starts(model)}, which "
+            f"adapters on the meta device start as with init_lora_weights=True or 'gaussian', not {adapter_starts(model)}, which "
             "need the base first; choose one of the two, or build base and adapters on a real device and drop weights="
         )
-
-
-def _starts(model: nn.Module) -> set[bool | str]:
-    """How the PEFT adapters of a model begin."""
-    configs = getattr(model, "peft_config", {})
-    return {config.init_lora_weights for config in configs.values()}
 
 
 def _check_dtype(model: nn.Module, mesh: Mesh, compute: torch.dtype) -> None:
@@ -171,6 +126,6 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _compute_dtype(decoder: Decoder, stack: Stack, device: torch.device) -> torch.dtype:
+def _compute_dtype(decoder: Decoder | OwnDecoder, stack: Stack, device: torch.device) -> torch.dtype:
     own = next(decoder.model.parameters()).dtype
     return torch.bfloat16 if device.type == "cuda" and stack.shard_parameters else own

@@ -36,6 +36,7 @@ class Ranks:
     sharded: bool = False  # FSDP2 gathers parameters where the whole model is called
     inside: bool = False  # a call of the whole model
     interrupted: bool = False  # a backward was refused, and FSDP2 stands in its middle
+    below: Any = None  # what the part below the head is to answer, while a head runs by itself
 
 
 def route(module: nn.Module, ranks: Ranks) -> None:
@@ -76,6 +77,8 @@ def _whole_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _base_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     ranks: Ranks = module._ranks_of_ithaca
+    if ranks.below is not None:
+        return ranks.below
     if ranks.sharded and not ranks.inside:
         raise RuntimeError(
             f"{type(module).__name__} was called without the model around it, but FSDP2 gathers parameters where the whole model "

@@ -12,7 +12,7 @@ their global count. Every rank returns the same value, and backward leaves gradi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ from .model.rope import Positions
 from .model.sizes import sizes_of
 from .objective.cross_entropy import LossKernel, LossTerms, cap, tiled_loss, tiled_scores
 from .offload.store import GpuStore, Store
+from .own import OwnDecoder
 from .own_time import OwnTime
 from .ranks import on_all_ranks
 from .request import Ranks, Request
@@ -64,7 +65,7 @@ class Run:
     model: nn.Module
     stack: Stack
     mesh: Mesh
-    decoder: Decoder
+    decoder: Decoder | OwnDecoder
     store: Store  # the one outside of the GPU, where there is one
     on_device: GpuStore  # for the layers that keep theirs on the GPU
     kernels: Kernels
@@ -153,10 +154,7 @@ class Run:
 
         def compute() -> Tensor:
             x, _ = self._hidden(batch)
-            return self.decoder.head(
-                x,
-                Request(lambda x: cap(bind_linear(self.decoder.head)(self.decoder.normed(x)), self.decoder.logit_cap)),
-            )
+            return self.decoder.head(x, Request(lambda x: cap(self._head()[0](x), self.decoder.logit_cap)))
 
         return self.decoder.model(Request(compute))
 
@@ -177,11 +175,10 @@ class Run:
         return scores
 
     def _scores(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        head = bind_linear(self.decoder.head)
         return tiled_scores(
             x,
             labels,
-            lambda t: head(self.decoder.normed(t)),
+            self._head()[0],
             tile=loss_tile(self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fused=False),
             logit_cap=self.decoder.logit_cap,
         )
@@ -198,14 +195,12 @@ class Run:
                 return loss_of(x)
 
         def loss_of(x: Tensor) -> Tensor:
-            head = bind_linear(self.decoder.head)
-            weights = [leaf.parameter for leaf in head.leaves] + list(self.decoder.norm.parameters())
-            trainable = [p for p in weights if p.requires_grad]
+            head, weights = self._head()
             return tiled_loss(
                 x,
                 batch.labels,
-                lambda t: head(self.decoder.normed(t)),
-                trainable,
+                head,
+                [p for p in weights if p.requires_grad],
                 tile=loss_tile(
                     self.stack.tile,
                     x.shape[0],
@@ -222,9 +217,19 @@ class Run:
             loss = loss + self._balance_loss(routing, batch) * (batch.supervised / count)
         return faults.spoil(loss)
 
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+        """(what is behind the layers -> logits, the parameters that takes). Inside of a call of the head."""
+        if isinstance(self.decoder, OwnDecoder):
+            return self.decoder.head_function(self.ranks)
+        decoder, head = self.decoder, bind_linear(self.decoder.head)
+        weights = [leaf.parameter for leaf in head.leaves] + list(decoder.norm.parameters())
+        return (lambda t: head(decoder.normed(t))), weights
+
     @holds("residual")
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Embedding and layers. -> x before the final norm, router sums of each layer"""
+        """Embedding and layers. -> what the head function takes, router sums of each layer"""
+        if isinstance(self.decoder, OwnDecoder):
+            return self.decoder.hidden(self, batch), []
         x = self.decoder.embedding(batch.input_ids)
         wide = torch.promote_types(x.dtype, torch.float32) if self.decoder.family.wide_rope else x.dtype
         places = {
@@ -238,16 +243,18 @@ class Run:
                 self.store.flush()  # before layers that put nothing into it
             call = self._layer_call(layer, places[layer.rope_type], batch, x)
             x, *sums = layer.module(x, Request(lambda x, call=call: run_layer(x, call)))
-            kind = self.stack.store_of(layer.index)
-            if kind != "gpu" and torch.is_grad_enabled() and call.learn and not call.stored:
-                raise RuntimeError(
-                    f"store={kind!r} was asked for, but layer {layer.index} stored nothing in this forward. "
-                    "Activations stay on the GPU, so memory would run out later without a reason; this is a bug or a "
-                    "patched layer"
-                )
+            self.check_stored(layer.index, call.learn, call.stored)
             if sums:
                 routing.append(tuple(sums))
         return x, routing
+
+    def check_stored(self, layer: int, learns: bool, stored: bool) -> None:
+        kind = self.stack.store_of(layer)
+        if kind != "gpu" and torch.is_grad_enabled() and learns and not stored:
+            raise RuntimeError(
+                f"store={kind!r} was asked for, but layer {layer} stored nothing in this forward. Activations stay on the GPU, so "
+                "memory would run out later without a reason; this is a bug or a patched layer"
+            )
 
     def _layer_call(self, layer: Layer, positions: Positions, batch: Batch, x: Tensor) -> LayerCall:
         projector = layer.projector
@@ -268,7 +275,7 @@ class Run:
             positions=positions,
             tile=self.stack.tile,
             recompute=self.stack.recompute_of(layer.index),
-            store=self._store_of(layer),
+            store=self.store_of(layer.index),
             run_store=self.store,
             engine=self.stack.engine_of(layer.index),
             hold=self.stack.hold,
@@ -276,11 +283,11 @@ class Run:
             valid=batch.valid,
         )
 
-    def _store_of(self, layer: Layer) -> Store:
-        if self.stack.store_of(layer.index) == "gpu":
+    def store_of(self, layer: int) -> Store:
+        if self.stack.store_of(layer) == "gpu":
             return self.on_device
         # backward begins with the last layer: what it keeps is wanted again at once
-        return self.store.scratch_store if layer.index == len(self.decoder.layers) - 1 else self.store
+        return self.store.scratch_store if layer == len(self.decoder.layers) - 1 else self.store
 
     def _reserve(self, x: Tensor) -> None:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""

@@ -32,14 +32,17 @@ from ..data.tokenizer import load_tokenizer, tokenizer_parts
 from ..engine.attention.choice import Kernels, Need
 from ..engine.attention.head_schedule import head_schedule
 from ..engine.build import DTYPES, build_model, is_preset, model_config, simple_stack
-from ..engine.model.adapter import Decoder, read_model
+from ..engine.model.adapter import Decoder
 from ..engine.model.presets import PRESETS
 from ..engine.model.weights import Folder
 from ..engine.model.weights import _check as check_names
 from ..engine.optimizer import build_optimizer
+from ..engine.own import OwnDecoder
+from ..engine.parallelize import read_decoder
+from ..engine.proof import require_proof
 from ..evaluation.held_out import held_out_config, open_language
 from ..evaluation.suite import make_suite
-from ..stack import require
+from ..stack import Stack, require
 from ..storage.files import CheckpointError, changed, published, read_state, run_of, touched, unusable
 from ..storage.loading import candidates
 from ..storage.place import place_of
@@ -103,7 +106,9 @@ def _model(config: Config, hf: Any) -> int:
     options, stack = config.model, config.stack.chosen
     with torch.device("meta"):
         model, _ = build_model(options, hf, config.train.seed)
-    decoder = read_model(model)
+    decoder = read_decoder(model, stack or Stack())
+    if isinstance(decoder, OwnDecoder):
+        require_proof(decoder)
     if not (options.random_init or is_preset(options)):
         folder = Path(options.folder)
         try:
@@ -119,8 +124,10 @@ def _model(config: Config, hf: Any) -> int:
     return sum(parameter.numel() for parameter in trained) * 4
 
 
-def _stack(config: Config, stack: Any, decoder: Decoder) -> None:
+def _stack(config: Config, stack: Any, decoder: Decoder | OwnDecoder) -> None:
     require(stack.layer_violations(len(decoder.layers)), "this stack does not suit the model")
+    if isinstance(decoder, OwnDecoder):
+        return  # how many heads its layers have is seen when they attend
     first = decoder.layers[0].projector
     head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
     if config.launch.cpu is not None:  # which kernels a GPU can take is for it to say

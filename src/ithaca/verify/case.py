@@ -270,19 +270,29 @@ def _check_leak(session: Session) -> list[Item]:
     moved = torch.stack([(before[r, w.stop :] - after[r, w.stop :]).abs().max() for r, w in enumerate(changed)]).max()
     alive = torch.stack([(before[r, w] - after[r, w]).abs().max() for r, w in enumerate(changed)]).max()
     # experts see batches of other sizes when routing changes, and matrix products of other sizes round differently
-    limit = 1e-5 * float(before.abs().max()) if session.run.decoder.family.experts else 0.0
+    limit = 1e-5 * float(before.abs().max()) if _has_experts(session) else 0.0
     error = float(moved) if float(alive) > 0 else float("nan")
     return [Item("document leak", error, limit, "largest change outside the changed document")]
 
 
+def _has_experts(session: Session) -> bool:
+    family = session.run.decoder.family
+    return family is None or family.experts
+
+
+def _windows(session: Session) -> set[int | None]:
+    """Of the layers; what a model's own code does is not known, and its proof has looked at it."""
+    return {getattr(layer, "window", None) for layer in session.run.decoder.layers}
+
+
 def _check_window(session: Session) -> list[Item]:
     """A token must move logits within its window's reach and none beyond."""
-    windows = {layer.window for layer in session.run.decoder.layers}
+    windows = _windows(session)
     if windows == {None}:
         return []
     if None in windows:  # mixed layers reach everywhere: probe a model in which every layer slides
         session = session.other(layer_types=["sliding_attention"] * len(session.run.decoder.layers))
-        windows = {layer.window for layer in session.run.decoder.layers}
+        windows = _windows(session)
     layers = len(session.run.decoder.layers)
     reach = layers * (max(w for w in windows if w) - 1)
     at = 3
@@ -299,7 +309,7 @@ def _check_window(session: Session) -> list[Item]:
     change = (before - after).abs().amax((0, 2))
     beyond = float(change[at + reach + 1 :].max())
     alive = bool(change[at] > 0) and bool(change[at + 1 : at + reach].max() > 0)
-    limit = 1e-5 * float(before.abs().max()) if session.run.decoder.family.experts else 0.0
+    limit = 1e-5 * float(before.abs().max()) if _has_experts(session) else 0.0
     return [Item("sliding window", beyond if alive else float("nan"), limit, f"largest change beyond {reach} tokens")]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from ..engine.model.config import read_config
 from ..engine.model.families import FAMILIES
 from ..engine.model.presets import NO_SPECIAL, PRESETS, TINY, find_preset, preset_config
+from ..engine.model.weights import randomize
 
 
 def config_of(what: str, full: bool, **changes: Any) -> Any:
@@ -77,18 +78,6 @@ def build(config: Any, seed: int, dtype: torch.dtype = torch.float32) -> nn.Modu
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     randomize(model, seed)
     return model
-
-
-def randomize(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                value = 0.2 * noise if "bias" in name else parameter.cpu() + 0.2 * noise
-            else:
-                value = noise * parameter.shape[-1] ** -0.5
-            parameter.copy_(value)
 
 
 def add_lora(model: nn.Module, seed: int) -> nn.Module:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ithaca.engine.attention.backends import Cpu
+from ithaca.engine.attention.formula import Math
 from ithaca.engine.attention.probe import WrongKernel, check, probe
 
 CPU = torch.device("cpu")
@@ -57,6 +58,38 @@ def test_a_window_that_is_a_few_tokens_off_is_seen():
             return super().forward(*given, window=window and window + 4, **named)
 
     assert "wrong outputs" in (probe(Wider(), CPU, torch.float32, 64, True) or "")
+
+
+class Capped(Math):
+    """Right, unless it forgets the soft cap in one direction."""
+
+    def __init__(self, forgets: str = "") -> None:
+        super().__init__()
+        self.forgets = forgets
+
+    def forward(self, *given, softcap=None, **named):
+        return super().forward(*given, softcap=None if self.forgets == "forward" else softcap, **named)
+
+    def backward(self, *given, softcap=None, **named):
+        return super().backward(*given, softcap=None if self.forgets == "backward" else softcap, **named)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(("forgets", "what"), [("", None), ("forward", "outputs"), ("backward", "gradients")])
+def test_a_soft_cap_that_is_forgotten_is_seen(forgets: str, what: str | None, windowed: bool):
+    said = probe(Capped(forgets), CPU, torch.float32, 64, windowed, softcapped=True)
+    assert said is None if what is None else f"wrong {what} for head_dim=64 with a soft cap" in str(said)
+    assert probe(Capped(forgets), CPU, torch.float32, 64, windowed) is None
+
+
+@pytest.mark.parametrize("value_dim", [16, 40])
+def test_values_of_another_size(value_dim: int):
+    assert probe(Probed(), CPU, torch.bfloat16, 24, True, value_dim=value_dim) is None
+    kernel = Probed(3)
+    said = probe(kernel, CPU, torch.float32, 24, False, value_dim=value_dim)
+    assert said == f"computes wrong gradients for head_dim=24, value_dim={value_dim} on this GPU (off by 20%)"
+    probe(kernel, CPU, torch.float32, 24, False)
+    assert len(kernel.probed) == 2
 
 
 def test_one_that_does_not_run_says_why_and_is_asked_once():

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from ithaca.engine.attention.backends import Cpu, _calls
+from ithaca.engine.attention.formula import Math
+from ithaca.engine.attention.ring import ring_attend, ring_attend_backward
 from ithaca.engine.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
+from ithaca.engine.batch import Batch
+from ithaca.engine.mesh import Group
 from ithaca.engine.sequence import Layout, document_bounds
 
 from .masks import distance, plain_attention, visible
@@ -15,15 +23,20 @@ CPU = torch.device("cpu")
 DOCUMENTS = {"one": None, "three": [[50, 1, 46], [30, 60, 7]]}
 
 
-def tensors(rows, heads, kv_heads, q_len, k_len, size=8):
+def tensors(rows, heads, kv_heads, q_len, k_len, size=8, value_dim=8):
     torch.manual_seed(0)
-    shapes = ((heads, q_len), (kv_heads, k_len), (kv_heads, k_len), (heads, q_len))
-    return tuple(torch.randn(rows, h, s, size, dtype=torch.float64) for h, s in shapes)
+    shapes = (
+        (heads, q_len, size),
+        (kv_heads, k_len, size),
+        (kv_heads, k_len, value_dim),
+        (heads, q_len, value_dim),
+    )
+    return tuple(torch.randn(rows, *shape, dtype=torch.float64) for shape in shapes)
 
 
-def expected(q, k, v, dout, seen, scale):
+def expected(q, k, v, dout, seen, scale, softcap=None):
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = plain_attention(*leaves, seen, scale)
+    out, lse = plain_attention(*leaves, seen, scale, softcap)
     return out.detach(), lse.detach(), torch.autograd.grad(out, leaves, dout)
 
 
@@ -77,6 +90,84 @@ def test_ring_steps_add_up_to_the_whole(ring, documents, window):
                     grad[:, :, where] += part
     for mine, theirs in zip(total, grads, strict=True):
         assert distance(mine, theirs) < 1e-12
+
+
+# kernel, soft cap, size of values; what both can do, and what only the formula can
+FEATURES = [(Cpu, None, 8), (Cpu, None, 5), (Math, None, 11), (Math, 0.6, 8), (Math, 0.6, 5)]
+
+
+@pytest.mark.parametrize(("kernel", "softcap", "value_dim"), FEATURES)
+@pytest.mark.parametrize("chunk", [None, 1, 16, 33, 500])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_chunks_caps_and_values_in_one_call(documents, chunk, kernel, softcap, value_dim):
+    lengths = DOCUMENTS[documents]
+    bounds = None if lengths is None else [document_bounds(row, 101) for row in lengths]
+    q, k, v, dout = tensors(2, 6, 2, 101, 101, value_dim=value_dim)
+    tokens = torch.arange(101)
+    for window in (None, 7, 40):
+        plan = plan_segments([(0, 101)], [(0, 101)], bounds, window, CPU, chunk)
+        each = [None, None] if bounds is None else bounds
+        seen = torch.stack([visible(tokens, tokens, row, window, chunk) for row in each])
+        out, lse, grads = expected(q, k, v, dout, seen, 0.3, softcap)
+        got, got_lse = attend(kernel(), q, k, v, plan, 0.3, softcap=softcap)
+        assert distance(got, out) < 1e-12 and distance(got_lse, lse) < 1e-12
+        ours = attend_backward(kernel(), dout, q, k, v, got, got_lse, plan, 0.3, softcap=softcap)
+        for mine, theirs in zip(ours, grads, strict=True):
+            assert distance(mine, theirs) < 1e-12
+
+
+def ring_of_two(length, documents, cases):
+    """On each rank: how far output and gradients of its tokens are from the whole, for each case."""
+    ring = Group(2, dist.get_rank(), dist.group.WORLD)
+    layout = Layout(length, 1, 2)
+    bounds = None if documents is None else [document_bounds(row, layout.padded) for row in documents]
+    mine, tokens = layout.tokens(ring.rank, 0), torch.arange(layout.padded)
+    apart = []
+    for kernel, softcap, value_dim, window, chunk in cases:
+        q, k, v, dout = tensors(2, 4, 2, layout.padded, layout.padded, value_dim=value_dim)
+        each = [None, None] if bounds is None else bounds
+        seen = torch.stack([visible(tokens, tokens, row, window, chunk) for row in each])
+        out, lse, grads = expected(q, k, v, dout, seen, 0.5, softcap)
+        plans = [
+            plan_segments(layout.chunks(ring.rank), layout.chunks((ring.rank - step) % 2), bounds, window, CPU, chunk)
+            for step in range(2)
+        ]
+        own = [t[:, :, mine] for t in (q, k, v)]
+        got, got_lse = ring_attend(kernel(), *own, plans, 0.5, ring, softcap=softcap)
+        ours = ring_attend_backward(
+            kernel(), dout[:, :, mine], *own, got, got_lse, plans, 0.5, ring, softcap=softcap
+        )  # fmt: skip
+        pairs = zip((got, got_lse, *ours), (out, lse, *grads), strict=True)
+        apart.append(max(distance(one, other[:, :, mine]) for one, other in pairs))
+    return apart
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_a_ring_with_chunks_caps_and_values(workers, documents):
+    """Chunks of the mask end inside of those that a rank holds, and at their ends."""
+    cases = [(*feature, window, chunk) for feature, window, chunk in product(FEATURES, (None, 5), (None, 9, 25, 50))]
+    for apart in workers.run(ring_of_two, 97, DOCUMENTS[documents], cases, world=2):
+        assert len(apart) == len(cases) and max(apart) < 1e-12
+
+
+def test_plans_are_kept_by_window_and_chunk():
+    nothing = torch.empty(0)
+    mesh = SimpleNamespace(ring=Group(2, 1, None), device=CPU)
+    batch = Batch(nothing, nothing, nothing, None, Layout(100, 1, 2), [[60, 40]], 60, 1, 100)
+    kinds = [(None, None), (8, None), (None, 8), (8, 8)]
+    plans = [batch.plans_for(window, mesh, chunk) for window, chunk in kinds]
+    assert [len(each) for each in plans] == [2] * 4
+    assert all(batch.plans_for(window, mesh, chunk) is made for (window, chunk), made in zip(kinds, plans, strict=True))
+    assert batch.plans_for(8, mesh) is plans[1] and len({id(each) for each in plans}) == 4
+    layout = batch.layout
+    right = plan_segments(layout.chunks(1), layout.chunks(0), [[(0, 60), (60, 100)]], None, CPU, 8)
+    assert plans[2][1] == right != plans[0][1]
+
+
+def test_chunks_of_one_row_are_documents_of_one_call():
+    """A kernel that packs documents packs chunks, too."""
+    plan = plan_segments([(0, 100)], [(0, 100)], [[(0, 30), (30, 100)]], None, CPU, 40)
+    assert plan.bounds is not None and plan.bounds.tolist() == [0, 30, 70, 100] and plan.longest == 40
 
 
 def test_work_follows_the_square_of_document_lengths():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ithaca.engine.attention import stages
 from ithaca.engine.attention.backends import Cpu
+from ithaca.engine.attention.formula import Math
 from ithaca.engine.attention.head_schedule import head_schedule
 from ithaca.engine.attention.segments import plan_segments
 from ithaca.engine.attention.stages import Exchange, Shape, StagedAttention
 from ithaca.engine.mesh import Group
+
+from .masks import distance, plain_attention
 
 SHAPE = Shape(rows=1, tokens=24, heads=8, kv_heads=4, head_dim=4)
 
@@ -155,3 +160,23 @@ def test_gradients_come_home_to_every_head():
     assert [heads.get("q") for heads, _ in source.got] == [[h] for h in range(8)]
     assert [heads.get("k") for heads, _ in source.got] == [None, [0], None, [1], None, [2], None, [3]]
     assert staged.kernel.calls.forward == 8 and staged.kernel.calls.backward == 8
+
+
+def test_a_soft_cap_reaches_every_stage():
+    """Output and gradients of all heads, two at a time."""
+    plain, _ = attention(1, 2, [])
+    staged, source = replace(plain, kernel=Math(), softcap=0.4), Noted([])
+    lses, _ = staged.forward(source, torch.zeros(1), keep=False)
+    staged.backward(source, torch.zeros(1), lses, [])
+    generator = torch.Generator().manual_seed(1)
+    counts = (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
+    made = [torch.randn(n, SHAPE.rows, SHAPE.tokens, SHAPE.head_dim, generator=generator) for n in counts]
+    leaves = [t.double().transpose(0, 1).requires_grad_() for t in made]
+    seen = torch.ones(SHAPE.tokens, SHAPE.tokens, dtype=torch.bool).tril()[None]
+    right, _ = plain_attention(*leaves, seen, 0.5, 0.4)
+    right.sum().backward()
+    right = right.detach()
+    assert distance(torch.cat([source.out[t] for t in range(4)]).transpose(0, 1), right) < 1e-6
+    for name, leaf in zip("qkv", leaves, strict=True):
+        ours = torch.cat([grads[name] for _, grads in source.got if name in grads])
+        assert leaf.grad is not None and distance(ours.transpose(0, 1), leaf.grad) < 1e-6

@@ -1,8 +1,8 @@
-"""The kernels: aten ops that ship with torch, and FlashAttention-4 where it is installed.
+"""The kernels: aten ops that ship with torch, FlashAttention-4 where it is installed, and the formula for the rest (formula.py).
 
-Order of preference on a GPU: FlashAttention-4, cuDNN (no windows), torch's own flash (windows, packed documents). Measured on
-one H200, causal, D=128, 1M tokens, forward / backward TFLOP/s: fa4 646 / 622, cudnn 505 / 543.
-On a CPU one aten op serves; it is the same code path that tests use.
+Order of preference on a GPU: FlashAttention-4, cuDNN (no windows), torch's own flash (windows, packed documents), and last the
+formula, slow. Measured on one H200, causal, D=128, 1M tokens, forward / backward TFLOP/s: fa4 646 / 622, cudnn 505 / 543.
+On a CPU one aten op serves, and the formula where scores have a soft cap; it is the same code path that tests use.
 
 Traps of cuDNN, both silent. Its backward reads `out` and `dout` with one set of strides: given tensors of different layouts it
 returns gradients that are wrong by half their size, so every tensor is made contiguous here. And in a tensor of more than
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from ...base.holding import module_holds
-from ...base.kernels import KERNELS, fa4_installed, head_problem
+from ...base.kernels import KERNELS, NO_SOFTCAP, fa4_installed, head_problem
 from .compiled import keep_compiled
+from .formula import Math
 from .kernel import Calls, Kernel, merge
+from .padding import equal_sizes, equal_sizes_backward
 from .probe import check, probe
 
 log = logging.getLogger("ithaca")
@@ -40,10 +42,14 @@ class Cpu:
     def __init__(self) -> None:
         self.calls = Calls()
 
-    def problem(self, device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> str | None:
-        return None if device.type == "cpu" else f"runs on CPU tensors only, not on {device.type}"
+    def problem(self, device, dtype, head_dim, windowed, *, softcapped=False, value_dim=None):
+        if device.type != "cpu":
+            return f"runs on CPU tensors only, not on {device.type}"
+        return NO_SOFTCAP if softcapped else None
 
-    def forward(self, q, k, v, *, causal, scale, window):
+    @equal_sizes
+    def forward(self, q, k, v, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         self.calls.forward += 1
         op = aten._scaled_dot_product_flash_attention_for_cpu
         if window is None:
@@ -55,7 +61,9 @@ class Cpu:
             out[:, :, rows], lse[:, :, rows] = part
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+    @equal_sizes_backward
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         self.calls.backward += 1
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
         group = q.shape[1] // k.shape[1]
@@ -90,12 +98,15 @@ class Cudnn:
         self.calls = Calls()
         self.probed: dict[tuple, str | None] = {}
 
-    def problem(self, device, dtype, head_dim, windowed):
+    def problem(self, device, dtype, head_dim, windowed, *, softcapped=False, value_dim=None):
         if windowed:
             return "has no sliding window"
-        return _half_on_cuda(device, dtype, head_dim) or probe(self, device, dtype, head_dim, False)
+        unfit = _half_on_cuda(device, dtype, head_dim, softcapped, value_dim)
+        return unfit or probe(self, device, dtype, head_dim, False, value_dim=value_dim)
 
-    def forward(self, q, k, v, *, causal, scale, window):
+    @equal_sizes
+    def forward(self, q, k, v, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         assert window is None
         self.calls.forward += 1
         calls = _calls(q, k, self.limit)
@@ -133,7 +144,9 @@ class Cudnn:
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
         return out.contiguous(), lse.view(lse.shape[:3])
 
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+    @equal_sizes_backward
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         self.calls.backward += 1
         calls = _calls(q, k, self.limit)
         if len(calls) == 1:
@@ -169,10 +182,13 @@ class Flash:
         self.calls = Calls()
         self.probed: dict[tuple, str | None] = {}
 
-    def problem(self, device, dtype, head_dim, windowed):
-        return _half_on_cuda(device, dtype, head_dim) or probe(self, device, dtype, head_dim, windowed)
+    def problem(self, device, dtype, head_dim, windowed, *, softcapped=False, value_dim=None):
+        unfit = _half_on_cuda(device, dtype, head_dim, softcapped, value_dim)
+        return unfit or probe(self, device, dtype, head_dim, windowed, value_dim=value_dim)
 
-    def forward(self, q, k, v, *, causal, scale, window):
+    @equal_sizes
+    def forward(self, q, k, v, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         self.calls.forward += 1
         qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
         left, right = _window_sides(causal, window)
@@ -182,7 +198,9 @@ class Flash:
         )[:2]  # fmt: skip
         return out.transpose(1, 2).contiguous(), lse
 
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+    @equal_sizes_backward
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         self.calls.backward += 1
         left, right = _window_sides(causal, window)
         grads = aten._flash_attention_backward(
@@ -191,8 +209,10 @@ class Flash:
         )  # fmt: skip
         return tuple(g.transpose(1, 2) for g in grads)
 
-    def forward_packed(self, q, k, v, *, bounds: Tensor, longest: int, scale: float, window: int | None):
+    @equal_sizes
+    def forward_packed(self, q, k, v, *, bounds: Tensor, longest: int, scale: float, window: int | None, softcap=None):
         """Causal attention inside each document of one row; `bounds` int32 [documents + 1]."""
+        assert softcap is None, NO_SOFTCAP
         self.calls.forward += 1
         left, right = _window_sides(True, window)
         out, lse = aten._flash_attention_forward(
@@ -201,7 +221,9 @@ class Flash:
         )[:2]  # fmt: skip
         return out.transpose(0, 1)[None].contiguous(), lse[None]
 
-    def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window):
+    @equal_sizes_backward
+    def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         self.calls.backward += 1
         left, right = _window_sides(True, window)
         grads = aten._flash_attention_backward(
@@ -212,7 +234,9 @@ class Flash:
 
 
 class Flash4:
-    """FlashAttention-4 (package flash-attn-4, CuTe DSL): the fastest on Hopper; compiled at first use (compiled.py)."""
+    """FlashAttention-4 (package flash-attn-4, CuTe DSL): the fastest on Hopper; compiled at first use (compiled.py).
+
+    Its forward takes a soft cap too, but nobody has compared its gradients with one, so it is not offered."""
 
     name = "fa4"
     packed = True
@@ -224,34 +248,42 @@ class Flash4:
         # its compiler says at every compile that it does not know a type of its own: nobody can act on that
         warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
 
-    def problem(self, device, dtype, head_dim, windowed):
+    def problem(self, device, dtype, head_dim, windowed, *, softcapped=False, value_dim=None):
         if not fa4_installed():
             return "needs the package flash-attn-4, which is not installed"
-        unfit = _half_on_cuda(device, dtype, head_dim)
+        unfit = _half_on_cuda(device, dtype, head_dim, softcapped, value_dim)
         if unfit is None and (why := keep_compiled(torch.cuda.get_device_capability(device))):
             log.info(
                 "FlashAttention-4 compiles anew in every process: %s (XDG_CACHE_HOME may name another folder)", why
             )
-        return unfit or probe(self, device, dtype, head_dim, windowed)
+        return unfit or probe(self, device, dtype, head_dim, windowed, value_dim=value_dim)
 
-    def forward(self, q, k, v, *, causal, scale, window):
+    @equal_sizes
+    def forward(self, q, k, v, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         check(self, q, k, causal=causal, window=window, packed=False, backward=False)
         self.calls.forward += 1
         return self._forward(q, k, v, causal, scale, window)
 
-    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window):
+    @equal_sizes_backward
+    def backward(self, dout, q, k, v, out, lse, *, causal, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         check(self, q, k, causal=causal, window=window, packed=False, backward=True)
         self.calls.backward += 1
         return self._backward(dout, q, k, v, out, lse, causal, scale, window)
 
-    def forward_packed(self, q, k, v, *, bounds: Tensor, longest: int, scale: float, window: int | None):
+    @equal_sizes
+    def forward_packed(self, q, k, v, *, bounds: Tensor, longest: int, scale: float, window: int | None, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         check(self, q, k, causal=True, window=window, packed=True, backward=False)
         self.calls.forward += 1
         varlen = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         out, lse = self._forward(q, k, v, True, scale, window, **varlen)
         return out, lse
 
-    def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window):
+    @equal_sizes_backward
+    def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window, softcap=None):
+        assert softcap is None, NO_SOFTCAP
         check(self, q, k, causal=True, window=window, packed=True, backward=True)
         self.calls.backward += 1
         varlen = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -283,7 +315,8 @@ class Flash4:
         return tuple(grads)
 
 
-BACKENDS: dict[str, Callable[[], Kernel]] = {name: globals()[row.backend] for name, row in KERNELS.items()}
+_CLASSES = {each.__name__: each for each in (Flash4, Cudnn, Flash, Cpu, Math)}
+BACKENDS: dict[str, Callable[[], Kernel]] = {name: _CLASSES[row.backend] for name, row in KERNELS.items()}
 
 
 def _tokens_first(t: Tensor, one_row: bool) -> Tensor:
@@ -298,12 +331,14 @@ def _open_window(causal: bool, window: int | None) -> tuple[int | None, int | No
     return window, 0 if causal else None
 
 
-def _half_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _half_on_cuda(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcapped: bool, value_dim: int | None
+) -> str | None:
     if device.type != "cuda":
         return f"needs a CUDA device, not {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
-    return head_problem(head_dim)
+    return NO_SOFTCAP if softcapped else head_problem(max(head_dim, value_dim or 0))  # the smaller is padded
 
 
 def _window_sides(causal: bool, window: int | None) -> tuple[int | None, int | None]:

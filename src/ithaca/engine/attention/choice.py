@@ -29,6 +29,15 @@ class Need:
     dtype: torch.dtype
     head_dim: int
     windowed: bool = False
+    softcapped: bool = False
+    value_dim: int | None = None  # of v, None = head_dim
+
+    @property
+    def extras(self) -> list[str]:
+        """What is not in every layer, in words."""
+        other = self.value_dim not in (None, self.head_dim)
+        said = {"a sliding window": self.windowed, "a soft cap": self.softcapped, f"value_dim={self.value_dim}": other}
+        return [words for words, holds in said.items() if holds]
 
 
 @dataclass
@@ -42,8 +51,8 @@ class Kernels:
     def resolve(self, need: Need) -> Kernel:
         if need not in self.chosen:
             self.chosen[need] = self._resolve(need)
-            windows = " with a sliding window" if need.windowed else ""
-            log.info("attention kernel%s: %s (asked for: %s)", windows, self.chosen[need].name, self.name)
+            kind = f" with {' and '.join(need.extras)}" if need.extras else ""
+            log.info("attention kernel%s: %s (asked for: %s)", kind, self.chosen[need].name, self.name)
         return self.chosen[need]
 
     def _resolve(self, need: Need) -> Kernel:
@@ -51,12 +60,21 @@ class Kernels:
         reasons = []
         for name in names:
             kernel = self.made.setdefault(name, BACKENDS[name]())
-            reason = kernel.problem(need.device, need.dtype, need.head_dim, need.windowed)
+            reason = kernel.problem(
+                need.device, need.dtype, need.head_dim, need.windowed,
+                softcapped=need.softcapped, value_dim=need.value_dim,
+            )  # fmt: skip
             if reason is None:
+                if kernel.name == "math" and reasons:
+                    log.log(
+                        logging.INFO if need.device.type == "cpu" else logging.WARNING,
+                        "attention kernel math, by plain matrix products, is slow; others: %s",
+                        "; ".join(reasons),
+                    )
                 return kernel
             reasons.append(f"{name}: {reason}")
         what = f"head_dim={need.head_dim}, {str(need.dtype).removeprefix('torch.')}, {need.device.type}"
-        what += ", sliding window" if need.windowed else ""
+        what = ", ".join([what, *need.extras])
         remedy = (
             "use attention='auto'"
             if self.name != "auto"

@@ -20,6 +20,7 @@ from .kernel import Calls
 
 TOKENS, WINDOW = 200, 40  # no multiple of any kernel's tile
 DOCUMENTS = (0, 70, 71, TOKENS)  # where they begin and end, if packed
+CAP = 1.0  # of scores that vary by as much
 LIMIT = 0.05  # relative; rounding in bf16 is a tenth of it
 
 
@@ -31,12 +32,16 @@ class WrongKernel(RuntimeError):
         self.what = what
 
 
-def probe(kernel: Any, device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> str | None:
+def probe(
+    kernel: Any, device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, *,
+    softcapped: bool = False, value_dim: int | None = None,
+) -> str | None:  # fmt: skip
     """Why `kernel` cannot be used, None if it can. Asked once."""
-    key = (device, dtype, head_dim, windowed)
+    key = (device, dtype, head_dim, windowed, softcapped, value_dim or head_dim)
     if key not in kernel.probed:
+        how = {"window": WINDOW if windowed else None, "softcap": CAP if softcapped else None, "value_dim": value_dim}
         try:
-            kernel.probed[key] = _wrong(kernel, device, dtype, head_dim, window=WINDOW if windowed else None)
+            kernel.probed[key] = _wrong(kernel, device, dtype, head_dim, **how)
         except WrongKernel as error:  # it checks its own calls
             kernel.probed[key] = error.what
         except Exception as error:  # whatever an optional package or a driver raises is the reason, not our failure
@@ -62,13 +67,15 @@ def check(kernel: Any, q: Tensor, k: Tensor, *, backward: bool, **mask: Any) -> 
 
 def _wrong(
     kernel: Any, device: torch.device, dtype: torch.dtype, head_dim: int, *, window: int | None, group: int = 2,
-    causal: bool = True, packed: bool = False, backward: bool = True,
+    causal: bool = True, packed: bool = False, backward: bool = True, softcap: float | None = None, value_dim: int | None = None,
 ) -> str | None:  # fmt: skip
     generator = torch.Generator().manual_seed(0)  # a run's random numbers are its own
+    value_dim = value_dim or head_dim
+    shapes = ((group, head_dim), (1, head_dim), (1, value_dim), (group, value_dim))
     q, k, v, dout = (
-        torch.randn(1, heads, TOKENS, head_dim, generator=generator).to(device, dtype) for heads in (group, 1, 1, group)
+        torch.randn(1, heads, TOKENS, size, generator=generator).to(device, dtype) for heads, size in shapes
     )
-    how: dict[str, Any] = {"scale": head_dim**-0.5, "window": window}
+    how: dict[str, Any] = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
     forward, back = kernel.forward, kernel.backward
     if packed:
         forward, back = kernel.forward_packed, kernel.backward_packed
@@ -83,11 +90,13 @@ def _wrong(
             ours = [out, *back(dout, q, k, v, out, lse, **how)] if backward else [out]
     finally:
         kernel.calls = counted
-    right = _plain(q, k, v, dout, _hidden(causal, window, packed, device), how["scale"])
+    right = _plain(q, k, v, dout, _hidden(causal, window, packed, device), how["scale"], softcap)
     for name, actual, expected in zip(("outputs", *["gradients"] * 3), ours, right, strict=False):
         off = float((actual.float() - expected).norm() / expected.norm())
         if not off < LIMIT:  # also where it is not a number
-            return f"computes wrong {name} for head_dim={head_dim} on this GPU (off by {off:.0%})"
+            what = f"head_dim={head_dim}" + f", value_dim={value_dim}" * (value_dim != head_dim)
+            what += " with a soft cap" * (softcap is not None)
+            return f"computes wrong {name} for {what} on this GPU (off by {off:.0%})"
     return None
 
 
@@ -106,11 +115,17 @@ def _hidden(causal: bool, window: int | None, packed: bool, device: torch.device
     return hidden
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, ...]:
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, hidden: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, ...]:
     """Output and gradients by the formula, in float32: the whole matrix of scores. k and v have one head."""
     q, k, v, dout = (t.float() for t in (q, k, v, dout))
-    weights = (q @ k.mT * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+    scores, slope = q @ k.mT * scale, 1.0
+    if softcap is not None:
+        bent = (scores / softcap).tanh()
+        scores, slope = softcap * bent, 1.0 - bent**2
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     out = weights @ v
-    dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * slope * scale
     dk, dv = (t.sum(1, keepdim=True) for t in (dscores.mT @ q, weights.mT @ dout))
     return out, dscores @ k, dk, dv

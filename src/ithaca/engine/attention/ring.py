@@ -22,14 +22,17 @@ from .segments import Plan, Running, attend, attend_backward, attend_backward_in
 module_holds(__name__, "attention")
 
 
-def ring_attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plans: list[Plan], scale: float, ring: Group):
+def ring_attend(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plans: list[Plan], scale: float, ring: Group, *,
+    softcap: float | None = None,
+):  # fmt: skip
     if ring.size == 1:
-        return attend(kernel, q, k, v, plans[0], scale)
-    running = Running(q)
+        return attend(kernel, q, k, v, plans[0], scale, softcap=softcap)
+    running = Running(q, v.shape[3])
     for step, plan in enumerate(plans):
         last = step == ring.size - 1
         coming = None if last else shift((k.contiguous(), v.contiguous()), ring)
-        attend_into(running, kernel, q, k, v, plan, scale)
+        attend_into(running, kernel, q, k, v, plan, scale, softcap=softcap)
         if coming is not None:
             k, v = coming.wait()
     return running.out.to(q.dtype), running.lse
@@ -37,17 +40,17 @@ def ring_attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plans: list[Pla
 
 def ring_attend_backward(
     kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    plans: list[Plan], scale: float, ring: Group,
+    plans: list[Plan], scale: float, ring: Group, *, softcap: float | None = None,
 ):  # fmt: skip
     if ring.size == 1:
-        return attend_backward(kernel, dout, q, k, v, out, lse, plans[0], scale)
+        return attend_backward(kernel, dout, q, k, v, out, lse, plans[0], scale, softcap=softcap)
     dq, travelling = wide_zeros(q), None
     dtype = q.dtype
     for step, plan in enumerate(plans):
         last = step == ring.size - 1
         coming = None if last else shift((k.contiguous(), v.contiguous()), ring)
         grads = wide_zeros(k), wide_zeros(v)
-        attend_backward_into((dq, *grads), kernel, dout, q, k, v, out, lse, plan, scale)
+        attend_backward_into((dq, *grads), kernel, dout, q, k, v, out, lse, plan, scale, softcap=softcap)
         if travelling is not None:  # the sum so far of the block now here, from the ranks that had it before
             for grad, before in zip(grads, travelling.wait(), strict=True):
                 grad += before

@@ -52,16 +52,19 @@ def plan_segments(
     documents: list[list[tuple[int, int]]] | None,
     window: int | None,
     device: torch.device,
+    chunk: int | None = None,
 ) -> Plan:
     """Segments of causal attention from tokens `q_chunks` to tokens `k_chunks` (ranges of the padded sequence).
 
     documents: (start, stop) per row, or None where every row is one document. window: tokens a query may look
-    back, itself included, as Hugging Face counts it.
+    back, itself included, as Hugging Face counts it. chunk: tokens of a chunk, counted from the start of a document, beyond which
+    nobody looks back (Llama 4): each chunk is a document of its own.
     """
     q_len, k_len = (sum(stop - start for start, stop in chunks) for chunks in (q_chunks, k_chunks))
     rows = [(None, [(0, max(stop for _, stop in q_chunks + k_chunks))])] if documents is None else enumerate(documents)
     segments = []
     for row, bounds in rows:
+        bounds = bounds if chunk is None else _cut(bounds, chunk)
         q_offset = 0
         for q_chunk in q_chunks:
             k_offset = 0
@@ -80,6 +83,11 @@ def plan_segments(
         ends = torch.tensor([0] + [s.q[1] for s in segments], dtype=torch.int32, device=device)
         return Plan(q_len, k_len, plan.segments, True, ends, max(s.q[1] - s.q[0] for s in segments))
     return plan
+
+
+def _cut(bounds: list[tuple[int, int]], chunk: int) -> list[tuple[int, int]]:
+    """Documents, ended also after every `chunk` tokens of their own: as if each were alone."""
+    return [(at, min(b, at + chunk)) for a, b in bounds for at in range(a, b, chunk)]
 
 
 def _meeting(bounds, q_chunk, k_chunk):
@@ -128,9 +136,9 @@ def _covered_once(segments: list[Segment], q_len: int, k_len: int) -> bool:
 class Running:
     """Attention results that are still growing: outputs and log-sum-exp in fp32, merged block by block."""
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, value_dim: int | None = None) -> None:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        self.out = torch.zeros((*q.shape[:3], value_dim or q.shape[3]), dtype=dtype, device=q.device)
         self.lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
 
     def add(self, segment: Segment, out: Tensor, lse: Tensor) -> None:
@@ -138,60 +146,71 @@ class Running:
         self.out[where], self.lse[where] = merge((self.out[where], self.lse[where]), (out, lse))
 
 
-def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
-    """out [B, H, Sq, D] in q's dtype and lse [B, H, Sq] in fp32."""
+def attend(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, *, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, Sq, Dv] in q's dtype and lse [B, H, Sq] in fp32."""
     if plan.whole:
         only = plan.segments[0]
-        return kernel.forward(q, k, v, causal=only.causal, scale=scale, window=only.window)
+        return kernel.forward(q, k, v, causal=only.causal, scale=scale, window=only.window, softcap=softcap)
     if plan.bounds is not None and kernel.packed:
         return kernel.forward_packed(  # pyright: ignore[reportAttributeAccessIssue]
-            q, k, v, bounds=plan.bounds, longest=plan.longest, scale=scale, window=_shared_window(plan)
+            q, k, v, bounds=plan.bounds, longest=plan.longest, scale=scale, window=_shared_window(plan), softcap=softcap
         )
     if plan.direct:
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
         for segment in plan.segments:
             out[_at(segment.row, segment.q)], lse[_at(segment.row, segment.q)] = _forward(
-                kernel, q, k, v, segment, scale
+                kernel, q, k, v, segment, scale, softcap
             )
         return out, lse
-    running = Running(q)
-    attend_into(running, kernel, q, k, v, plan, scale)
+    running = Running(q, v.shape[3])
+    attend_into(running, kernel, q, k, v, plan, scale, softcap=softcap)
     return running.out.to(q.dtype), running.lse
 
 
-def attend_into(running: Running, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> None:
+def attend_into(
+    running: Running, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, *,
+    softcap: float | None = None,
+) -> None:  # fmt: skip
     for segment in plan.segments:
-        running.add(segment, *_forward(kernel, q, k, v, segment, scale))
+        running.add(segment, *_forward(kernel, q, k, v, segment, scale, softcap))
 
 
 def attend_backward(
-    kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, scale: float, *,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in q's dtype; where blocks overlap they were added in fp32."""
     if plan.whole:
         only = plan.segments[0]
-        return kernel.backward(dout, q, k, v, out, lse, causal=only.causal, scale=scale, window=only.window)
+        return kernel.backward(
+            dout, q, k, v, out, lse, causal=only.causal, scale=scale, window=only.window, softcap=softcap
+        )
     if plan.bounds is not None and kernel.packed:
         return kernel.backward_packed(  # pyright: ignore[reportAttributeAccessIssue]
-            dout, q, k, v, out, lse, bounds=plan.bounds, longest=plan.longest, scale=scale, window=_shared_window(plan)
-        )
+            dout, q, k, v, out, lse,
+            bounds=plan.bounds, longest=plan.longest, scale=scale, window=_shared_window(plan), softcap=softcap,
+        )  # fmt: skip
     if plan.direct:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for segment in plan.segments:
-            parts = _backward(kernel, dout, q, k, v, out, lse, segment, scale)
+            parts = _backward(kernel, dout, q, k, v, out, lse, segment, scale, softcap)
             for grad, part, where in zip(grads, parts, (segment.q, segment.k, segment.k), strict=True):
                 grad[_at(segment.row, where)] = part
         return grads
     grads = tuple(wide_zeros(t) for t in (q, k, v))
-    attend_backward_into(grads, kernel, dout, q, k, v, out, lse, plan, scale)
+    attend_backward_into(grads, kernel, dout, q, k, v, out, lse, plan, scale, softcap=softcap)
     return tuple(g.to(q.dtype) for g in grads)  # pyright: ignore[reportReturnType]
 
 
-def attend_backward_into(grads, kernel, dout, q, k, v, out, lse, plan: Plan, scale: float) -> None:
+def attend_backward_into(
+    grads, kernel, dout, q, k, v, out, lse, plan: Plan, scale: float, *, softcap: float | None = None
+) -> None:
     """Add this plan's part of dq, dk, dv to fp32 accumulators."""
     for segment in plan.segments:
-        parts = _backward(kernel, dout, q, k, v, out, lse, segment, scale)
+        parts = _backward(kernel, dout, q, k, v, out, lse, segment, scale, softcap)
         for grad, part, where in zip(grads, parts, (segment.q, segment.k, segment.k), strict=True):
             grad[_at(segment.row, where)] += part
 
@@ -213,13 +232,13 @@ def _at(row: int | None, where: tuple[int, int]):
     return rows, slice(None), slice(*where)
 
 
-def _forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, s: Segment, scale: float):
+def _forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, s: Segment, scale: float, softcap: float | None):
     q_at, k_at = _at(s.row, s.q), _at(s.row, s.k)
-    return kernel.forward(q[q_at], k[k_at], v[k_at], causal=s.causal, scale=scale, window=s.window)
+    how = {"causal": s.causal, "scale": scale, "window": s.window, "softcap": softcap}
+    return kernel.forward(q[q_at], k[k_at], v[k_at], **how)
 
 
-def _backward(kernel: Kernel, dout, q, k, v, out, lse, s: Segment, scale: float):
+def _backward(kernel: Kernel, dout, q, k, v, out, lse, s: Segment, scale: float, softcap: float | None):
     q_at, k_at = _at(s.row, s.q), _at(s.row, s.k)
-    return kernel.backward(
-        dout[q_at], q[q_at], k[k_at], v[k_at], out[q_at], lse[q_at], causal=s.causal, scale=scale, window=s.window
-    )
+    how = {"causal": s.causal, "scale": scale, "window": s.window, "softcap": softcap}
+    return kernel.backward(dout[q_at], q[q_at], k[k_at], v[k_at], out[q_at], lse[q_at], **how)

@@ -36,6 +36,7 @@ from .head_schedule import Stage
 from .kernel import Kernel
 from .ring import ring_attend, ring_attend_backward
 from .segments import Plan
+from .sinks import sink_gradient, with_sink
 
 module_holds(__name__, "attention")
 
@@ -93,6 +94,9 @@ class StagedAttention:
     kernel: Kernel
     plans: list[Plan]  # one per ring step
     scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]
+    dsinks: Tensor | None = None  # [H], of backward: the part of this rank's heads and tokens is added
 
     def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[list[Tensor], list]:
         """The lse of each stage on this rank's heads, and q, k, v of each stage if `keep`. Outputs go to the source."""
@@ -203,11 +207,20 @@ class StagedAttention:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [(slice(a, a + n), slice(i, i + 1)) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))]
 
+    def _heads(self, stage: Stage, which: slice) -> list[int]:
+        """Query heads of this rank in a stage."""
+        return list(stage.queries[self.ulysses.rank][which])
+
     def _attend(self, stage: Stage, q: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-        parts = [
-            ring_attend(self.kernel, q[:, a], held.k[:, b], held.v[:, b], self.plans, self.scale, self.ring)  # pyright: ignore
-            for a, b in self._groups(stage)
-        ]
+        parts = []
+        for a, b in self._groups(stage):
+            out, lse = ring_attend(
+                self.kernel, q[:, a], held.k[:, b], held.v[:, b], self.plans, self.scale, self.ring,  # pyright: ignore
+                softcap=self.softcap,
+            )  # fmt: skip
+            if self.sinks is not None:
+                out, lse = with_sink(out, lse, self.sinks[self._heads(stage, a)])
+            parts.append((out, lse))
         if not parts:  # an idle rank still takes part in the exchanges
             return q, q.new_empty(*q.shape[:3], dtype=torch.float32)
         if len(parts) == 1:
@@ -216,13 +229,15 @@ class StagedAttention:
 
     def _attend_backward(self, stage: Stage, dout, q, held: Held, out, lse) -> list[Tensor]:
         """dq, dk, dv; nothing on a rank that idles."""
-        parts = [
-            ring_attend_backward(
-                self.kernel, dout[:, a], q[:, a], held.k[:, b], held.v[:, b], out[:, a], lse[:, a],  # pyright: ignore
-                self.plans, self.scale, self.ring,
+        parts = []
+        for a, b in self._groups(stage):
+            done = dout[:, a], q[:, a], held.k[:, b], held.v[:, b], out[:, a], lse[:, a]  # pyright: ignore
+            parts.append(
+                ring_attend_backward(self.kernel, *done, self.plans, self.scale, self.ring, softcap=self.softcap)
             )
-            for a, b in self._groups(stage)
-        ]  # fmt: skip
+            if self.sinks is not None and self.dsinks is not None:
+                heads = self._heads(stage, a)
+                self.dsinks[heads] += sink_gradient(dout[:, a], out[:, a], lse[:, a], self.sinks[heads])
         if len(parts) == 1:
             return list(parts[0])
         return [torch.cat(grads, 1) for grads in zip(*parts, strict=True)]

@@ -151,11 +151,16 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
         name = f"{type(inner).__name__} (model_type {kind!r})"
         raise ValueError(
             f"{name} is not a model ithaca has been proven exact for, so it is refused rather than guessed at. "
-            f"Supported: {known}, plain or with PEFT LoRA adapters. A new family is one row in ithaca/engine/model/families.py."
+            f"Supported: {known}, plain or with PEFT LoRA adapters; any other decoder runs by its own code (engine='module')."
         )
     base = inner.model
     problems = _structure_violations(base, family) or model_violations(model, inner, family)
     problems += config_violations(config) + _adapter_violations(model, inner)
+    if getattr(config, "attn_logit_softcapping", None):
+        problems.append(
+            f"config.attn_logit_softcapping={config.attn_logit_softcapping} changes the attention scores inside the kernel, which "
+            "only engine='module' can; use it, or set it to None if the checkpoint was trained without it"
+        )
     if inner.is_gradient_checkpointing:
         problems.append(
             "gradient checkpointing is on, and would run the recompute of the stack twice; call "
@@ -212,7 +217,8 @@ def _structure_violations(base: Any, family: Family) -> list[str]:
     return problems
 
 
-def _adapter_violations(model: Any, inner: Any) -> list[str]:
+def lora_violations(model: Any, inner: Any) -> list[str]:
+    """Adapters of a kind, or in a state, that no exact path exists for."""
     problems = []
     for config in getattr(model, "peft_config", {}).values():
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
@@ -222,6 +228,11 @@ def _adapter_violations(model: Any, inner: Any) -> list[str]:
             problem = adapter_violation(module, name)
             if problem:
                 problems.append(problem)
+    return problems
+
+
+def _adapter_violations(model: Any, inner: Any) -> list[str]:
+    problems = lora_violations(model, inner)
     for index, layer in enumerate(inner.model.layers):
         for part in ("q_proj", "k_proj", "v_proj"):
             linear = getattr(layer.self_attn, part, None)

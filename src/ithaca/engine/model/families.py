@@ -86,14 +86,9 @@ FAMILIES: dict[str, Family] = {
 def config_violations(config: Any) -> list[str]:
     """Settings of a config that no exact path exists for, each with its remedy."""
     problems = []
-    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
-        if getattr(config, name, 0.0):
-            problems.append(f"config.{name}={getattr(config, name)} makes results random; set it to 0.0")
-    if getattr(config, "attn_logit_softcapping", None):
-        problems.append(
-            f"config.attn_logit_softcapping={config.attn_logit_softcapping} changes the attention scores inside the "
-            "kernel, and no kernel here can; set it to None if the checkpoint was trained without it"
-        )
+    for name, value in vars(config).items():
+        if ("dropout" in name or "pdrop" in name or "layerdrop" in name) and isinstance(value, int | float) and value:
+            problems.append(f"config.{name}={value} makes results random; set it to 0.0")
     if getattr(config, "use_bidirectional_attention", None):
         problems.append("config.use_bidirectional_attention is set, but only causal attention is supported; unset it")
     if not getattr(config, "is_causal", True):

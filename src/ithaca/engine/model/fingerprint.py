@@ -91,7 +91,8 @@ class Fingerprint:
         self.modules = [_Noted(name, module) for name, module in [*outside, *_watched(inner)]]  # pyright: ignore
         adapted: list[tuple[str, Any]] = [(n.name, n.module) for n in self.modules if hasattr(n.module, "lora_A")]
         self.adapters = [(name, module, module.lora_dropout._modules) for name, module in adapted]
-        self.settings = [(name, module, settings(module)) for name, module in settled(inner)]
+        # a model that runs by its own code reads its settings itself
+        self.settings = [] if family is None else [(name, module, settings(module)) for name, module in settled(inner)]
         self.parameters = [
             (name, module._parameters, key, parameter)
             for name, module in inner.named_modules()
@@ -149,6 +150,8 @@ class Fingerprint:
 
     def _try(self, name: str, module: nn.Module, added: dict[str, set[int]]) -> str | None:
         """Hooks are tried around a stand-in: the module itself may be sharded."""
+        if self.family is None:
+            return "was not there when the model was proven; register it before prepare"
         widths = {part: (width, heads) for part, _, width, heads in called(self.inner, self.family)}
         inside = next((part for part in widths if name == part or name.startswith(f"{part}.")), None)
         if inside is None:

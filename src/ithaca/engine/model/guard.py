@@ -30,7 +30,7 @@ from torch.nn.modules import module as torch_module
 from .families import Family
 from .tokenwise import HOOKS, mixing, sample
 
-_PACKAGES = ("torch", "transformers", "peft", "huggingface_hub", "kernels")
+_PACKAGES = ("torch", "transformers", "peft", "huggingface_hub", "kernels", "accelerate")
 # whose hooks change nothing: ours and FSDP2's; transformers' collect outputs where its own forward asks for them
 _KNOWN_HOOKS = ("ithaca.", "torch.distributed.", "transformers.")
 _GLOBAL_HOOKS = (
@@ -162,6 +162,34 @@ def model_violations(model: nn.Module, inner: Any, family: Family) -> list[str]:
         problems += _parameter_violations(name, parameter)
     if not problems:  # what is wrong already may break a call
         problems += _tried(inner, built, family)
+    return _first_of_each(problems)
+
+
+def owner_changes(inner: nn.Module) -> list[str]:
+    """What of a model is not as its class makes it: code that a fresh copy of it would not have."""
+    changes = []
+    for name, module in inner.named_modules():
+        kind, name = type(module), name or "the model"
+        if kind.__module__.partition(".")[0] not in (*_PACKAGES, "ithaca"):
+            changes.append(f"{name} is a {kind.__module__}.{kind.__name__}")
+        elif problem := patched(kind):
+            changes.append(f"{name}: {problem}")
+        if "forward" in vars(module):
+            changes.append(f"{name} ({kind.__name__}) has a forward of its own")
+        hooks = [hook for table in HOOKS for hook in getattr(module, table).values() if not is_known_hook(hook)]
+        changes += [f"{name} ({kind.__name__}) has a hook ({hook_name(hook)})" for hook in hooks]
+    return changes
+
+
+def own_code_violations(inner: nn.Module) -> list[str]:
+    """What cannot be kept where a model runs by its own code: functions that are replaced, compiled modules, parameters of another
+    kind."""
+    problems = list(function_violations(inner))
+    for name, module in inner.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            problems.append(f"{name} ({type(module).__name__}) was compiled; prepare the model without torch.compile")
+    for name, parameter in inner.named_parameters():
+        problems += _parameter_violations(name, parameter)
     return _first_of_each(problems)
 
 

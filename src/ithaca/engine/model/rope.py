@@ -126,6 +126,22 @@ def rope_for(config: Any, layer_type: str | None, length: int) -> Rope:
     return Rope(torch.tensor(inv_freq, dtype=torch.float64, device="cpu"), float(scaling))
 
 
+def exact_frequencies(config: Any, module: nn.Module, name: str, theirs: Tensor) -> Tensor | None:
+    """In float64 what stands in a buffer of a rotary module, if it is what its config says; None: it is not known to be."""
+    layer_type = name.removesuffix("inv_freq").rstrip("_") or None
+    kind = getattr(module, "rope_type", "default")
+    kind = kind.get(layer_type) if isinstance(kind, Mapping) else kind
+    if kind not in _KINDS or kind in ("dynamic", "longrope") or not _has_values(theirs):
+        return None
+    try:
+        inv_freq, _ = _KINDS[kind](config, _parameters(config, layer_type), 2 * theirs.numel(), 1)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+    exact = torch.tensor(inv_freq, dtype=torch.float64)
+    near = theirs.dtype is torch.float32 and torch.allclose(theirs.detach().cpu().double(), exact, rtol=1e-6, atol=0.0)
+    return exact if near else None
+
+
 def check_against(module: nn.Module, rope: Rope, layer_type: str | None) -> None:
     """Raise ValueError unless `rope` agrees with the model's own rotary module up to the rounding of its buffer.
 

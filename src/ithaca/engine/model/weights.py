@@ -18,7 +18,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,14 +29,20 @@ from ...base.files import inside, open_regular, read_json
 from ..mesh import Mesh
 from ..ranks import on_all_ranks
 from .adapter import Decoder
+from .angles import rotary_modules
 from .rope import check_against, rope_for
+
+if TYPE_CHECKING:
+    from ..own import OwnDecoder
 
 
 def is_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def fill_from_folder(decoder: Decoder, folder: Path, mesh: Mesh, *, seed: int = 0, gaussian: bool = False) -> None:
+def fill_from_folder(
+    decoder: Decoder | OwnDecoder, folder: Path, mesh: Mesh, *, seed: int = 0, gaussian: bool = False
+) -> None:
     """seed, gaussian: how adapters start, if the model has any (PEFT's init_lora_weights: True or "gaussian")."""
     model: Any = decoder.model
 
@@ -59,7 +65,7 @@ def fill_from_folder(decoder: Decoder, folder: Path, mesh: Mesh, *, seed: int = 
 
 
 @torch.no_grad()
-def fill_at_random(decoder: Decoder, mesh: Mesh) -> None:
+def fill_at_random(decoder: Decoder | OwnDecoder, mesh: Mesh) -> None:
     """Numbers of the usual size in every shard, for runs that measure and do not train: nothing is read, and no rank holds a
     whole parameter."""
     _allocate(decoder, mesh)
@@ -75,18 +81,21 @@ def fill_at_random(decoder: Decoder, mesh: Mesh) -> None:
     _compute_buffers(decoder)
 
 
-def _allocate(decoder: Decoder, mesh: Mesh) -> None:
+def _allocate(decoder: Decoder | OwnDecoder, mesh: Mesh) -> None:
     decoder.model.to_empty(device=mesh.home)
     if decoder.tied:
         head: Any = getattr(decoder.head, "base_layer", decoder.head)
         head.weight = decoder.embedding.weight
 
 
-def _compute_buffers(decoder: Decoder) -> None:
+def _compute_buffers(decoder: Decoder | OwnDecoder) -> None:
     """Buffers outside the state dict (rotary frequencies, Gemma's embedding scale) are computed, not loaded."""
     model: Any = decoder.model
-    model.model.rotary_emb.float()  # without numbers there was nothing to round yet: model.to(torch.bfloat16) on the meta device
+    for module in rotary_modules(model):
+        module.float()  # without numbers there was nothing to round yet: model.to(torch.bfloat16) on the meta device
     model.initialize_weights()
+    if not isinstance(decoder, Decoder):
+        return
     for layer_type in {layer.rope_type for layer in decoder.layers}:
         check_against(model.model.rotary_emb, rope_for(decoder.config, layer_type, 1), layer_type)
 
@@ -326,3 +335,17 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Numbers of a useful scale in a small model: Hugging Face's own make attention nearly uniform and norms all ones, which
+    hides mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                value = 0.2 * noise if "bias" in name else parameter.cpu() + 0.2 * noise
+            else:
+                value = noise * parameter.shape[-1] ** -0.5
+            parameter.copy_(value)

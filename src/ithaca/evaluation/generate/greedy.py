@@ -20,6 +20,7 @@ from ...engine.comm import total
 from ...engine.layer.apply import run_layer
 from ...engine.model.projection import bind_linear
 from ...engine.model.rope import Positions, Rope
+from ...engine.own import OwnDecoder
 from ...engine.request import Request
 from ...engine.run import Run
 from ...storage.state import at_rest
@@ -44,10 +45,15 @@ class Session:
     """One prompt and its continuation."""
 
     def __init__(self, run: Run, longest: int) -> None:
-        self.run = run
-        self.caches = [LayerCache(layer) for layer in run.decoder.layers]
+        decoder = run.decoder
+        if isinstance(decoder, OwnDecoder):
+            raise ValueError(
+                f"{type(decoder.model).__name__} runs by its own code, which cannot generate here yet; export it to transformers"
+            )
+        self.run, self.decoder = run, decoder
+        self.caches = [LayerCache(layer) for layer in decoder.layers]
         self.ropes: dict[str | None, Rope] = {
-            kind: run.decoder.rope(kind, longest) for kind in {layer.rope_type for layer in run.decoder.layers}
+            kind: decoder.rope(kind, longest) for kind in {layer.rope_type for layer in decoder.layers}
         }
         self.length = 0
 
@@ -66,7 +72,7 @@ class Session:
         places = {kind: Positions(rope, batch.positions, wide) for kind, rope in self.ropes.items()}
         where = batch.positions[0]
         real = where < self.length
-        for layer, cache in zip(run.decoder.layers, self.caches, strict=True):
+        for layer, cache in zip(self.decoder.layers, self.caches, strict=True):
             call = run._layer_call(layer, places[layer.rope_type], batch, x)
 
             def forward(x: Tensor, layer: Any = layer, cache: LayerCache = cache, call: Any = call) -> Any:
@@ -91,7 +97,7 @@ class Session:
         x = run.decoder.embedding(torch.tensor([[token]], device=run.mesh.device))
         wide = _rope_dtype(run, x)
         where = torch.tensor([place], device=run.mesh.device)
-        for layer, cache in zip(run.decoder.layers, self.caches, strict=True):
+        for layer, cache in zip(self.decoder.layers, self.caches, strict=True):
 
             def forward(x: Tensor, layer: Any = layer, cache: LayerCache = cache) -> Tensor:
                 rope = self.ropes[layer.rope_type]
@@ -106,10 +112,12 @@ class Session:
 
     def _choose(self, x: Tensor) -> int:
         """x [1, 1, d], the same on every rank; so is the answer."""
-        decoder, head = self.run.decoder, self.run.decoder.head
+        decoder, head = self.decoder, self.decoder.head
         logits = head(x, Request(lambda x: bind_linear(head)(decoder.normed(x))))
         return int(logits[0, 0].argmax())  # a cap on logits keeps their order
 
 
 def _rope_dtype(run: Run, x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32) if run.decoder.family.wide_rope else x.dtype
+    return (
+        torch.promote_types(x.dtype, torch.float32) if run.decoder.family and run.decoder.family.wide_rope else x.dtype
+    )

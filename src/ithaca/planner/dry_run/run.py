@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...config.schema import Lora
+from ...engine.assemble import assemble
 from ...engine.fsdp import gathered_groups
 from ...engine.job import Job, Memory
 from ...engine.mesh import Mesh, build_mesh
 from ...engine.model.adapter import read_model
 from ...engine.model.families import FAMILIES
-from ...engine.parallelize import assemble
 from ...engine.run import Run
 from ...stack import PER_LAYER, Stack
 from .alike import LeftOut, chosen, local, on_host, state_bytes

@@ -1,0 +1,325 @@
+"""Any decoder, run by its own code: the parts of it that techniques work on, and how a batch goes through.
+
+transformers marks decoder layers (`GradientCheckpointingLayer`), names the embedding and the head, and calls attention through an
+interface. That is all that is known of a model here. Its own forward runs on this rank's tokens with their positions: embedding,
+multipliers, the loop over layers, final norm. Each layer is checkpointed (layer/module.py). The head is the model's own forward
+too, on one tile of hidden states, with the part below it answering what it is told; so scales and caps come along.
+
+Whether a model's code bears this, nobody can know by looking: it is proven (proof.py) before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..base.holding import holds
+from ..stack import require
+from .attention.choice import Need
+from .attention.head_schedule import head_schedule
+from .attention.interface import Asked, Unsupported, attending, configs_of, register
+from .attention.stages import Shape, StagedAttention
+from .batch import Batch
+from .layer.module import ModuleCall, run_module_layer, run_tiled
+from .model.adapter import base_model, lora_violations
+from .model.angles import Angles, rotary_modules
+from .model.families import config_violations
+from .model.guard import own_code_violations
+from .model.norm import NormKernel
+from .request import Ranks
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+@dataclass
+class OwnLayer:
+    index: int
+    module: nn.Module
+    forward: Callable[..., Any]  # as it was before prepare
+    configs: list[Any]
+    parts: list[nn.Module]  # that are tiled: MLP, experts
+
+    @classmethod
+    def of(cls, index: int, module: nn.Module) -> OwnLayer:
+        return cls(index, module, module.forward, configs_of(module), [m for m in module.children() if _is_mlp(m)])
+
+
+@dataclass
+class OwnDecoder:
+    """The same names as `model.adapter.Decoder` has, as far as a run needs them."""
+
+    model: nn.Module  # with the head, without PEFT around it
+    config: Any  # of the text model
+    base: nn.Module  # what is below the head
+    embedding: nn.Module
+    layers: list[OwnLayer]
+    head: nn.Module
+    head_name: str
+    tied: bool
+    configs: list[Any]
+    tiles: bool = True  # layers have parts that treat tokens alike, as a proof has shown
+    tile: int | None = None
+    wide_angles: bool = True  # its rotary modules bear being computed in float64
+    running: _Running | None = None
+    logit_cap: None = None  # the model's own code caps
+    router_weight: float = 0.0
+    family: None = None
+    norm_kernel: NormKernel = field(default_factory=NormKernel)
+
+    @holds("residual")
+    def hidden(self, run: Run, batch: Batch) -> Tensor:
+        """What the head sees, of this rank's tokens."""
+        rows, tokens = batch.input_ids.shape
+        # transformers would take jumps of positions for packed documents, where no mask is given
+        nothing_hidden = torch.ones(rows, tokens, dtype=torch.bool, device=batch.input_ids.device)
+        running = _Running(run, batch)
+        with self._active(running, run.ranks):
+            result = self.base(
+                input_ids=batch.input_ids,
+                position_ids=batch.positions.expand(rows, -1),
+                attention_mask=nothing_hidden,
+                use_cache=False,
+            )
+        missing = [layer.index for layer in self.layers if layer.index not in running.attended]
+        require(
+            [] if not missing else [f"layers {missing} never came to attention that can be replaced"],
+            "this model cannot be run",
+        )
+        return result[0] if isinstance(result, tuple) else result.last_hidden_state
+
+    @contextmanager
+    def _active(self, running: _Running, ranks: Ranks) -> Iterator[None]:
+        before, self.running, ranks.inside = (self.running, ranks.inside), running, True
+        try:
+            with attending(self.configs):
+                yield
+        finally:
+            self.running, ranks.inside = before
+
+    def head_function(self, ranks: Ranks) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+        """(hidden states of some tokens -> their logits, the parameters that takes). Inside of a call of the head."""
+        below = {id(p) for p in self.base.parameters()}
+        parameters: list[Tensor] = [p for p in self.model.parameters() if id(p) not in below]
+        own = {id(p) for p in parameters}
+        parameters += [p for p in self.head.parameters() if id(p) not in own]
+        return (lambda t: self._head(t, ranks)), parameters
+
+    def _head(self, t: Tensor, ranks: Ranks) -> Tensor:
+        parent, key = self._head_place()
+        model: Any = self.model
+        ids = torch.zeros(t.shape[:2], dtype=torch.long, device=t.device)
+        parent._modules[key] = _Bare(self.head)  # pyright: ignore[reportArgumentType]
+        ranks.below = _Below(t)
+        try:
+            return model._forward_before_ithaca(input_ids=ids, use_cache=False).logits
+        finally:
+            ranks.below = None
+            parent._modules[key] = self.head
+
+    def _head_place(self) -> tuple[nn.Module, str]:
+        parent, _, key = self.head_name.rpartition(".")
+        return (self.model.get_submodule(parent) if parent else self.model), key
+
+
+class _Below:
+    """What a part below the head answers: hidden states, and of whatever else is asked for nothing."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Bare:
+    """The head without the hooks of FSDP2, which has gathered it for all tiles together."""
+
+    def __init__(self, head: Any) -> None:
+        self._head = head
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._head, "_forward_before_ithaca", self._head.forward)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+
+@dataclass
+class _Running:
+    """One forward of a model."""
+
+    run: Run
+    batch: Batch
+    called: set[int] = field(default_factory=set)
+    attended: set[int] = field(default_factory=set)
+
+    def layer(self, layer: OwnLayer, args: Any, kwargs: Any) -> Any:
+        run = self.run
+        if layer.index in self.called:
+            raise Unsupported(f"layer {layer.index} is used more than once in a forward, which is not supported")
+        self.called.add(layer.index)
+        if layer.index and run.stack.store_of(layer.index) != run.stack.store_of(layer.index - 1):
+            run.store.flush()
+
+        def attention(shape: tuple[int, ...], kv_heads: int, asked: Asked) -> StagedAttention:
+            self.attended.add(layer.index)
+            return self._staged(shape, kv_heads, asked)
+
+        call = ModuleCall(
+            layer.module,
+            layer.forward,
+            layer.configs,
+            attention,
+            run.stack.recompute_of(layer.index),
+            run.store_of(layer.index),
+            self.batch.fold,
+        )
+        result = run_module_layer(call, args, kwargs)
+        run.check_stored(layer.index, call.learn and call.recompute != "none", call.stored)
+        return result
+
+    def _staged(self, shape: tuple[int, ...], kv_heads: int, asked: Asked) -> StagedAttention:
+        run, (rows, heads, tokens, size) = self.run, shape
+        windowed, softcapped = asked.rule.window is not None, asked.softcap is not None
+        need = Need(run.mesh.device, run.dtype, size, windowed, softcapped=softcapped)
+        return StagedAttention(
+            _schedule(heads, kv_heads, run.stack.ulysses, run.stack.heads_per_stage),
+            Shape(rows, tokens, heads, kv_heads, size),
+            run.mesh.ulysses,
+            run.mesh.ring,
+            run.kernels.resolve(need),
+            self.batch.plans_for(asked.rule.window, run.mesh, asked.rule.chunk),
+            asked.scale,
+            asked.softcap,
+        )
+
+
+_schedule = lru_cache(maxsize=64)(head_schedule)
+
+
+def read_own(model: nn.Module) -> OwnDecoder:
+    """The parts of any decoder of transformers'; what has none is refused."""
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    inner: Any = base_model(model)
+    kind = type(inner).__name__
+    if hasattr(inner, "_forward_before_ithaca"):
+        raise ValueError("this model was prepared before; use the run that prepare returned, or build the model again")
+    if not isinstance(inner, PreTrainedModel):
+        told = getattr(getattr(inner, "config", None), "model_type", None)
+        raise ValueError(
+            f"{kind} (model_type {told!r}) is not a model of transformers; pass one that AutoModelForCausalLM builds"
+        )
+    if isinstance(inner, FSDPModule):
+        raise ValueError(f"{kind} is sharded already; pass the model before fully_shard, prepare does it")
+    config = inner.config.get_text_config()
+    problems = config_violations(config) + own_code_violations(inner) + lora_violations(model, inner)
+    base, head, embedding = _below(inner), inner.get_output_embeddings(), inner.get_input_embeddings()
+    if getattr(inner.config, "is_encoder_decoder", False):
+        problems.append("it has an encoder, and only decoders can be trained here")
+    if head is None or embedding is None or base is None:
+        problems.append(
+            "it names no head (get_output_embeddings), no embedding or no part below the head (get_decoder)"
+        )
+    if inner.is_gradient_checkpointing:
+        problems.append(
+            "gradient checkpointing is on, and would run the recompute of the stack twice; call "
+            "model.gradient_checkpointing_disable() and choose with Stack(recompute=...)"
+        )
+    layers: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in (base or inner).modules():
+        if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside:
+            layers.append(module)
+            inside |= {id(part) for part in module.modules()}
+    if not layers:
+        problems.append(
+            "transformers marks no layers in it (GradientCheckpointingLayer), so nothing could be recomputed"
+        )
+    if getattr(config, "output_router_logits", False):
+        problems.append(
+            "config.output_router_logits=True adds a balance loss that is not supported for it; set it to False"
+        )
+    require(problems, f"{kind} cannot be prepared")
+    assert base is not None and head is not None and embedding is not None
+    register()
+    names = {id(module): name for name, module in inner.named_modules()}
+    weight = getattr(getattr(head, "base_layer", head), "weight", None)
+    return OwnDecoder(
+        model=inner,
+        config=config,
+        base=base,
+        embedding=embedding,
+        layers=[OwnLayer.of(i, module) for i, module in enumerate(layers)],
+        head=head,
+        head_name=names[id(head)],
+        tied=weight is not None and weight is getattr(embedding, "weight", None),
+        configs=configs_of(base),
+    )
+
+
+def _below(inner: Any) -> Any:
+    """What a model calls to get from tokens to what its head sees."""
+    named = inner.get_decoder()
+    if named is not inner:
+        return named
+    prefix = getattr(inner, inner.base_model_prefix, None)
+    if isinstance(prefix, nn.Module):
+        return prefix
+    children = [child for child in inner.children() if len(list(child.modules())) > 3 and hasattr(child, "config")]
+    return children[0] if len(children) == 1 else None
+
+
+def route_own(decoder: OwnDecoder) -> None:
+    """Let layers and rotary modules ask the decoder whether a run is on; otherwise they are what they were."""
+    for layer in decoder.layers:
+        layer.module._layer_of_ithaca = (decoder, layer)  # pyright: ignore[reportArgumentType]
+        layer.module.forward = MethodType(_layer_forward, layer.module)
+        for part in layer.parts if decoder.tiles else ():
+            part._part_of_ithaca = (decoder, part.forward)  # pyright: ignore[reportArgumentType]
+            part.forward = MethodType(_part_forward, part)
+    for module in rotary_modules(decoder.base):
+        module._angles_of_ithaca = (decoder, Angles(module, decoder.config))  # pyright: ignore[reportArgumentType]
+        module.forward = MethodType(_rotary_forward, module)
+
+
+def _layer_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    decoder, layer = module._layer_of_ithaca
+    if decoder.running is None:
+        return layer.forward(*args, **kwargs)
+    return decoder.running.layer(layer, args, kwargs)
+
+
+def _part_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    decoder, forward = module._part_of_ithaca
+    return run_tiled(module, forward, decoder.tile, args, kwargs)
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """By the look of it: weights, more than one part, no attention inside. The proof says whether it treats tokens alike."""
+    kinds = [type(part).__name__ for part in module.modules()]
+    return (
+        len(kinds) > 1
+        and any(p.dim() > 1 for p in module.parameters())
+        and not any("ttention" in kind for kind in kinds)
+    )
+
+
+def _rotary_forward(module: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    decoder, angles = module._angles_of_ithaca
+    if decoder.running is None:
+        return angles.forward(x, position_ids, *args, **kwargs)
+    return angles(x, position_ids, decoder.running.batch.longest, decoder.wide_angles, *args, **kwargs)

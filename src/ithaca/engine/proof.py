@@ -1,0 +1,414 @@
+"""Proof on the spot: a model that no table knows is run by its own code only after that was shown to be exact, on this machine.
+
+Its class is built from its config, shrunk (model/shrink.py), in float32 on the CPU, with numbers of a useful scale. Then loss,
+logits and every gradient of the module engine are compared with the untouched model's (eager attention): rows whole and packed
+with documents, which the untouched model gets one by one. Ranks are rows of the batch: every module sees the tokens of one rank,
+with their positions, and attention alone sees all of them. So whatever looks at its neighbours, counts tokens or has positions of
+its own is found out, however it is written. What is refused is told with the first module where the two part.
+
+Seconds, and kept: the answer is looked up by what was proven (class and its source, config, versions, our own source).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..base.files import cache_folder
+from ..stack import Stack
+from .assemble import assemble
+from .attention.choice import Kernels
+from .attention.interface import configs_of
+from .batch import Batch
+from .mesh import Group, Mesh
+from .model.angles import Angles, rotary_modules
+from .model.guard import owner_changes
+from .model.shrink import TEXT, shrink_config
+from .model.weights import randomize
+from .objective.cross_entropy import IGNORE, LossKernel
+from .offload.store import GpuStore
+from .own import OwnDecoder, read_own
+from .ranks import on_rank0, world_group
+from .run import Run
+
+log = logging.getLogger("ithaca")
+
+LIMIT, NEAR = 1e-5, 1e-3
+RANKS, TOKENS = 4, 24  # of each rank
+DOCUMENTS = [[41, 7, 48], [60, 36]]
+MOST = 50_000_000  # parameters of a changed instance that is copied
+ATTEMPTS = 3  # with experts: two that are equally good within rounding may change places
+_ZERO = 1e-5  # of a usual gradient: a smaller one is rounding, as of a key's bias where positions do not turn keys
+
+
+@dataclass(frozen=True)
+class Proof:
+    exact: bool
+    error: float  # the largest, relative
+    where: str  # what has it; where it is refused, what parts first
+    why: str = ""
+    seconds: float = 0.0
+    tiles: bool = True  # MLP and experts bear being run by tiles of tokens
+    dtype: str = "float32"
+    angles: bool = True  # rotary modules bear being computed in float64
+
+    def __str__(self) -> str:
+        if self.exact:
+            whole = "" if self.tiles else ", MLP untiled"
+            limit = f"{self.error:.1e} in {self.dtype} (limit {LIMIT:.0e})"
+            return f"exact to {limit}{whole}, proven on a shrunk copy in {self.seconds:.1f} s"
+        return self.why or f"off by {self.error:.1e} (limit {LIMIT:.0e}) in {self.where}"
+
+
+# -- what prepare asks ------------------------------------------------------------------------------------------------------
+
+
+def require_proof(decoder: OwnDecoder) -> Proof:
+    """Collective: rank 0 decides for all. ValueError where the model is not exact."""
+    model, kind = decoder.model, type(decoder.model).__name__
+    changes = owner_changes(model)
+    if changes:
+        proof = on_rank0(world_group(), lambda: prove_changed(model, changes))
+    else:
+        proof = on_rank0(world_group(), lambda: kept_proof(type(model), model.config, parts_of(model)))
+    if not proof.exact:
+        raise ValueError(
+            f"{kind} has no arithmetic of its own here, and its own code with our attention was not exact when tried on a shrunk "
+            f"copy, so it is refused: {proof}"
+        )
+    decoder.tiles, decoder.wide_angles = proof.tiles, proof.angles
+    log.info("%s by its own code: %s", kind, proof)
+    return proof
+
+
+def prove_changed(model: nn.Module, changes: list[str]) -> Proof:
+    """An instance that its owner changed: a fresh copy would not have the change, so it is proven on its own numbers."""
+    said = "; ".join(changes[:3])
+    size = sum(p.numel() for p in model.parameters())
+    if size > MOST or any(p.is_meta for p in model.parameters()):
+        why = f"it was changed ({said}), and a copy to prove that on would be too large or has no numbers yet; undo the change"
+        return Proof(False, float("inf"), "", why)
+    begin = time.perf_counter()
+    try:
+        copied = _try("it cannot be copied to be tried", lambda: copy.deepcopy(model).cpu().float().train())
+        for config in configs_of(copied):
+            config._attn_implementation_internal = "eager"
+        ids = torch.randint(
+            0, _text(model.config).vocab_size, (2, RANKS * TOKENS), generator=torch.Generator().manual_seed(0)
+        )
+        proof = _worst(copied, ids, tiles=True)
+    except Refused as error:
+        proof = Proof(False, float("inf"), "", str(error))
+    if not proof.exact:
+        proof = replace(proof, why=f"with what its owner changed ({said}) {proof}")
+    return replace(proof, seconds=round(time.perf_counter() - begin, 2))
+
+
+def parts_of(model: nn.Module) -> set[str]:
+    """Classes of modules and names of parameters, whatever their number; adapters aside."""
+    names = [name.replace(".base_layer", "") for name, _ in model.named_parameters() if ".lora_" not in name]
+    kinds = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("transformers.models.")}
+    return kinds | {re.sub(r"\d+", "N", name) for name in names}
+
+
+def kept_proof(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
+    """As found in the cache, or made and kept there. parts: of the whole model; a copy that lacks one would prove nothing of it."""
+    path = _path(kind, config)
+    if path is not None and path.exists():
+        try:
+            return Proof(**json.loads(path.read_text()))
+        except (ValueError, TypeError, OSError):
+            log.warning("%s cannot be read, so the proof is made again", path)
+    log.info("%s is not in the table of families: trying it on a shrunk copy (some seconds)", kind.__name__)
+    proof = prove(kind, config, parts)
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.tmp")
+            part.write_text(json.dumps(asdict(proof)))
+            part.replace(path)
+        except OSError as error:
+            log.info("the proof could not be kept (%s), so it will be made again", error)
+    return proof
+
+
+def _path(kind: type, config: Any) -> Path | None:
+    try:
+        folder = cache_folder(os.environ)
+    except RuntimeError:
+        return None
+    said = {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "source": _source(inspect.getsourcefile(kind)),
+        "config": config.to_json_string(use_diff=False),
+        "versions": [metadata.version(name) for name in ("torch", "transformers")],
+        "ours": _ours(),
+    }
+    return folder / "proofs" / f"{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]}.json"
+
+
+def _source(file: str | None) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+
+
+@cache
+def _ours() -> str:
+    """Of every line that takes part."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+# -- the proof --------------------------------------------------------------------------------------------------------------
+
+
+def prove(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
+    """Build it small, run it twice, compare."""
+    begin = time.perf_counter()
+    with _same_chance():
+        try:
+            small = _try("its config cannot be shrunk", lambda: shrink_config(config))
+            if parts and (missing := parts - parts_of(_build(kind, small, 0))):
+                raise Refused(
+                    f"the shrunk copy lacks a part of it ({', '.join(sorted(missing)[:3])}), so it would prove nothing"
+                )
+            try:
+                proof = _compare(kind, small, tiles=True)
+            except NotRun:
+                proof = None
+            if proof is None or not proof.exact:
+                plain = _compare(kind, small, tiles=False)
+                proof = plain if proof is None or plain.exact else proof
+            if not proof.exact:
+                proof = replace(proof, where=_parting(kind, small) or proof.where)
+        except Refused as error:
+            proof = Proof(False, float("inf"), "", str(error))
+    return replace(proof, seconds=round(time.perf_counter() - begin, 2))
+
+
+def _compare(kind: type, config: Any, tiles: bool) -> Proof:
+    """With experts several times: two that are equally good within rounding may change places, which proves nothing. And in float64
+    where float32 is near the limit: there torch's own kernels are as far from the formula, by rounding."""
+    for seed in range(ATTEMPTS if _has_experts(config) else 1):
+        proof = _attempt(kind, config, seed, torch.float32, tiles)
+        if LIMIT < proof.error < NEAR:
+            proof = _attempt(kind, config, seed, torch.float64, tiles)
+        if proof.exact:
+            break
+    return proof  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+class Refused(Exception):
+    """Why a proof cannot be made."""
+
+
+class NotRun(Refused):
+    """The model does not run in the engine."""
+
+
+def _attempt(kind: type, config: Any, seed: int, dtype: torch.dtype, tiles: bool) -> Proof:
+    return _worst(_build(kind, config, seed).to(dtype), _ids(seed), tiles)
+
+
+def _worst(model: nn.Module, ids: Tensor, tiles: bool) -> Proof:
+    """The largest error of all that is compared."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    worst = Proof(True, 0.0, "", tiles=tiles, dtype=dtype)
+    for documents in (None, DOCUMENTS):
+        theirs = _try("its own code does not run shrunk", lambda: untouched(model, ids, documents))  # noqa: B023
+        if not bool(torch.isfinite(theirs.loss)):
+            raise Refused("its loss is not finite when shrunk, so nothing can be compared")
+        ours = _try("it cannot be run with our attention", lambda: _engine(model, ids, documents, tiles), NotRun)  # noqa: B023
+        for name, error in _errors(ours, theirs):
+            if not error <= worst.error:  # NaN is worst
+                said = name if documents is None else f"{name}, packed documents"
+                worst = replace(worst, exact=error <= LIMIT, error=error, where=said)
+    text = _text(model.config)
+    return replace(worst, angles=all(Angles(m, text).sound(text.hidden_size) for m in rotary_modules(model)))
+
+
+@dataclass
+class Measured:
+    loss: Tensor
+    logits: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def _build(kind: type, config: Any, seed: int) -> nn.Module:
+    def build() -> nn.Module:
+        own = copy.deepcopy(config)
+        own._attn_implementation = "eager"
+        model = kind(own).float()
+        randomize(model, seed)
+        return model.train()
+
+    torch.manual_seed(seed)
+    return _try("it does not build from its config, shrunk", build)
+
+
+def untouched(model: nn.Module, ids: Tensor, documents: list[list[int]] | None) -> Measured:
+    """Every document by itself, as one sequence."""
+    model = copy.deepcopy(model)
+    rows = [ids[row].split(documents[row] if documents else [ids.shape[1]]) for row in range(len(ids))]
+    logits = [[model(input_ids=part[None], use_cache=False).logits[0] for part in parts] for parts in rows]
+    labels = torch.cat([torch.cat((part[1:], part.new_full((1,), IGNORE))) for parts in rows for part in parts])
+    flat = torch.cat([part for parts in logits for part in parts])
+    loss = F.cross_entropy(flat.float(), labels, ignore_index=IGNORE)
+    loss.backward()
+    return Measured(loss.detach(), flat.detach(), {name: p.grad for name, p in model.named_parameters()})
+
+
+def _engine(model: nn.Module, ids: Tensor, documents: list[list[int]] | None, tiles: bool) -> Measured:
+    model = copy.deepcopy(model)
+    run = small_run(model, tiles)
+    batch = folded(run.shard(ids, documents=documents))
+    with torch.no_grad():
+        logits = run.logits(batch)
+    loss = run.loss(batch)
+    loss.backward()
+    return Measured(loss.detach(), logits.flatten(0, 1), {name: p.grad for name, p in model.named_parameters()})
+
+
+def small_run(model: nn.Module, tiles: bool = True) -> Run:
+    """The module engine on one process, whatever group there is; with stages and tiles, so that they are part of what is proven."""
+    alone, device = Group(1, 0, None), torch.device("cpu")
+    stack = Stack(engine="module", heads_per_stage=1, tile=10, shard_parameters=False)
+    store, decoder = GpuStore(device), read_own(model)
+    decoder.tiles, decoder.wide_angles = tiles, False  # the untouched model's are float32
+    return assemble(
+        model, decoder, stack, Mesh(device, alone, alone, alone, alone, None), store=store, on_device=store,
+        kernels=Kernels("auto"), loss_kernel=LossKernel(), dtype=next(model.parameters()).dtype, weights=None,
+    )  # fmt: skip
+
+
+def folded(batch: Batch) -> Batch:
+    """Rows of tokens that stand for ranks."""
+    rows, length = batch.input_ids.shape
+    cut = {
+        name: getattr(batch, name).expand(rows, -1).reshape(rows * RANKS, length // RANKS)
+        for name in ("input_ids", "labels", "positions")
+    }
+    return replace(batch, **cut, fold=RANKS)
+
+
+def _ids(seed: int) -> Tensor:
+    return torch.randint(0, TEXT, (2, RANKS * TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def _errors(ours: Measured, theirs: Measured) -> Iterator[tuple[str, float]]:
+    yield "loss", apart(ours.loss, theirs.loss)
+    yield "logits", apart(ours.logits, theirs.logits)
+    sizes = {n: float(g.norm()) / g.numel() ** 0.5 for n, g in theirs.gradients.items() if g is not None}
+    usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0.0
+    for name, grad in theirs.gradients.items():
+        own = ours.gradients[name]
+        if grad is None or own is None:
+            there = own if grad is None else grad
+            yield name, 0.0 if there is None or not there.any() else float("inf")
+        elif sizes[name] < _ZERO * usual:
+            yield name, 0.0 if float(own.norm()) / own.numel() ** 0.5 < _ZERO * usual else float("inf")
+        else:
+            yield name, apart(own, grad)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    size = float(b.norm())
+    return float((a - b).norm()) / size if size else (0.0 if not a.any() else float("inf"))
+
+
+def _parting(kind: type, config: Any) -> str | None:
+    """The first module whose output differs, in the order in which the untouched model comes to them."""
+    model = _build(kind, config, 0)
+    ids = _ids(0)
+    other = copy.deepcopy(model)
+    run = small_run(other, tiles=False)
+    with torch.no_grad():
+        theirs = _watched(model, lambda: model(input_ids=ids, use_cache=False))
+        ours = _watched(other, lambda: run.logits(folded(run.shard(ids))))
+    for name, value in theirs.items():
+        mine = ours.get(name)
+        if mine is not None and mine.numel() == value.numel() and apart(mine.reshape(value.shape), value) > 10 * LIMIT:
+            return f"{name} ({type(model.get_submodule(name)).__name__}), the first module where the two part"
+    return None
+
+
+def _watched(model: nn.Module, run: Callable[[], Any]) -> dict[str, Tensor]:
+    """The first tensor that every module returns, in the order in which they return."""
+    found: dict[str, Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            value = (
+                output
+                if isinstance(output, Tensor)
+                else next((t for t in _parts(output) if isinstance(t, Tensor)), None)
+            )
+            if value is not None and value.is_floating_point() and name not in found:
+                found[name] = value.detach().clone()
+
+        return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _parts(output: Any) -> Any:
+    return output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+
+
+def _try(what: str, act: Callable[[], Any], as_error: type[Refused] = Refused) -> Any:
+    try:
+        return act()
+    except Refused:
+        raise
+    except Exception as error:  # a model's own code raises whatever it likes
+        first = str(error).strip().partition("\n")[0]
+        if "'Rule'" in first:
+            raise as_error(
+                f"{what}: its code works on the mask itself, so its attention cannot be replaced ({first})"
+            ) from error
+        raise as_error(f"{what} ({type(error).__name__}: {first})") from error
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config()
+
+
+def _has_experts(config: Any) -> bool:
+    return any(
+        "expert" in key and isinstance(value, int) and value > 1 for key, value in _text(config).to_dict().items()
+    )
+
+
+@contextmanager
+def _same_chance() -> Iterator[None]:
+    """The caller's random numbers are those it would have had without a proof."""
+    state = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)

@@ -1,0 +1,98 @@
+"""The module engine: what is computed again and what is not, and that a model is itself outside of a run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ithaca.engine.model.shrink import TEXT, smallest
+from ithaca.engine.model.weights import randomize
+from ithaca.engine.parallelize import prepare
+from ithaca.stack import Stack
+
+IDS = torch.randint(0, TEXT, (2, 64), generator=torch.Generator().manual_seed(0))
+
+
+def built(kind: str, **changes: Any) -> Any:
+    config = smallest(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    randomize(model, 0)
+    return model
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("keep_attention", 0), ("layer", 1), ("none", 0)])
+def test_no_kernel_runs_twice_unless_asked(recompute: str, again: int):
+    model = built("granite")
+    layers = len(model.model.layers)
+    run = prepare(model, Stack(recompute=recompute, shard_parameters=False), device="cpu")
+    loss = run.loss(run.shard(IDS))
+    (kernel,) = run.kernels.chosen.values()
+    assert (kernel.calls.forward, kernel.calls.backward) == (layers, 0)
+    loss.backward()
+    assert (kernel.calls.forward, kernel.calls.backward) == (layers * (1 + again), layers)
+
+
+def test_the_model_is_itself_outside_of_a_run():
+    model = built("gemma2")
+    own = copy.deepcopy(model)
+    run = prepare(model, Stack(shard_parameters=False), device="cpu")
+    run.loss(run.shard(IDS)).backward()
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, own(IDS).logits)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_hooks_do_what_they_do():
+    """A hook on any part of a layer runs as in the untouched model."""
+    model = built("smollm3")
+    own = copy.deepcopy(model)
+    for each in (model, own):
+        each.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    run = prepare(model, Stack(shard_parameters=False), device="cpu")
+    loss, theirs = run.loss(run.shard(IDS)), own(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    theirs.backward()
+    assert float((loss - theirs).detach().abs()) < 1e-5
+    for (name, a), b in zip(model.named_parameters(), own.parameters(), strict=True):
+        assert float((a.grad - b.grad).norm() / b.grad.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("part", ["layers.1.mlp", "layers.0.self_attn.k_proj", "embed_tokens", "norm"])
+def test_a_hook_that_mixes_tokens_is_refused(part: str):
+    model = built("granite")
+    model.model.get_submodule(part).register_forward_hook(lambda module, inputs, output: output + output.roll(1, 1))
+    with pytest.raises(ValueError, match=rf"with what its owner changed \(model.{part} .* has a hook .*off by"):
+        prepare(model, Stack(shard_parameters=False), device="cpu")
+
+
+def test_a_hook_that_comes_later_is_refused():
+    model = built("granite")
+    run = prepare(model, Stack(shard_parameters=False), device="cpu")
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output)
+    with pytest.raises(ValueError, match="was not there when the model was proven; register it before prepare"):
+        run.loss(run.shard(IDS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("gpt2", {"resid_pdrop": 0.1}, "config.resid_pdrop=0.1 makes results random; set it to 0.0"),
+        ("mamba", {}, "never came to attention that can be replaced"),
+        ("falcon_h1", {}, "mamba"),
+    ],
+)
+def test_what_is_refused(kind: str, changes: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        prepare(built(kind, **changes), Stack(shard_parameters=False), device="cpu")
+
+
+def test_engines_of_the_table_are_not_for_it():
+    with pytest.raises(ValueError, match="engine='module'"):
+        prepare(built("granite"), Stack(engine="streamed", shard_parameters=False), device="cpu")
