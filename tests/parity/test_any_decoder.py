@@ -31,7 +31,7 @@ class Trial:
     rows: int = 1
 
 
-def errors_of(trial: Trial) -> dict[str, float]:
+def errors_of(trial: Trial, device: str = "cpu") -> dict[str, float]:
     """Collective; complete on rank 0."""
     from transformers import AutoModelForCausalLM
 
@@ -40,18 +40,18 @@ def errors_of(trial: Trial) -> dict[str, float]:
     randomize(model, 1)
     model = add_lora(model, 2) if trial.lora else model
     own = copy.deepcopy(model)
-    run = prepare(model, trial.stack, device="cpu")
+    run = prepare(model.to(device), trial.stack, device=device, dtype=torch.float32)
     rows = trial.rows * run.mesh.data.size
     ids = torch.randint(0, TEXT, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
     documents = DOCUMENTS[:rows] if trial.packed else None
     loss = run.loss(run.shard(ids, documents=documents))
     loss.backward()
-    gradients = full_gradients(run.model)
+    gradients = {name: None if grad is None else grad.cpu() for name, grad in full_gradients(run.model).items()}
     if dist.get_rank():
         return {}
     theirs = untouched(own, ids, documents)
     pairs = [(n, gradients[n], g) for n, g in theirs.gradients.items() if g is not None and bool(g.any())]
-    return {"loss": apart(loss.detach(), theirs.loss)} | {n: apart(a, g) for n, a, g in pairs if a is not None}
+    return {"loss": apart(loss.detach().cpu(), theirs.loss)} | {n: apart(a, g) for n, a, g in pairs if a is not None}
 
 
 TRIALS = [

@@ -12,13 +12,16 @@ recomputing a layer in backward costs time and earns nothing. A multiplication a
 At a million tokens attention is most of the work: leaving it out, as 6·N per token does, would understate MFU by a factor of
 ten and more. Whole numbers throughout: a step of 10M tokens is beyond 2⁶³ operations.
 
-Norms, rotary embeddings, softmax and the optimizer are not counted, as is usual.
+Norms, rotary embeddings, softmax and the optimizer are not counted, as is usual. Of a model without arithmetic of its own here, the
+weights are those of its parts (built without numbers), and windows and head sizes those that its config names.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from ..engine.model.families import FAMILIES, Family
@@ -37,7 +40,7 @@ def model_flops(config: Any, lengths: Iterable[int], *, adapters: int | None = N
     pairs = 0
     for window, layers in Counter(layer_windows(config)).items():
         pairs += layers * sum(visible_pairs(length, window) * count for length, count in sizes.items())
-    return per_token * tokens + 3 * 4 * head_size(config) * config.num_attention_heads * pairs
+    return per_token * tokens + 3 * 2 * sum(head_sizes(config)) * config.num_attention_heads * pairs
 
 
 def mfu(flops: int, seconds: float, devices: int, peak: float | None) -> float | None:
@@ -55,7 +58,10 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 def layer_windows(config: Any) -> list[int | None]:
     """The sliding window of each layer; None where a layer sees everything."""
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    where = _family(config).window
+    family = _family(config)
+    where = (
+        "none" if family is None and not getattr(config, "layer_types", None) else family.window if family else "layer"
+    )
     if where == "none":
         return [None] * layers
     if where == "config":
@@ -67,8 +73,18 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Of queries and keys, and of values: they differ where both are made from something smaller (MLA)."""
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if _family(config) is None and all(parts):
+        return parts[0] + parts[1], parts[2]  # pyright: ignore[reportOptionalOperand, reportReturnType]
+    return head_size(config), head_size(config)
+
+
 def matmul_weights(config: Any) -> int:
     """Weights that every token is multiplied with: of the experts only those a token is sent to; biases and norms not."""
+    if _family(config) is None:
+        return _weights_of_parts(json.dumps(config.to_dict(), sort_keys=True, default=str), config.model_type)
     hidden, size = config.hidden_size, head_size(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     attention = 2 * hidden * heads * size + 2 * hidden * kv_heads * size  # q and o, k and v
@@ -78,7 +94,8 @@ def matmul_weights(config: Any) -> int:
 
 def _mlp_weights(config: Any, layer: int) -> int:
     gated = 3 * config.hidden_size  # gate, up, down
-    if not _family(config).experts or not _is_sparse(config, layer):
+    family = _family(config)
+    if family is None or not family.experts or not _is_sparse(config, layer):
         return gated * config.intermediate_size
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return gated * width * config.num_experts_per_tok + config.hidden_size * config.num_local_experts  # and the router
@@ -90,10 +107,29 @@ def _is_sparse(config: Any, layer: int) -> bool:
     return layer not in dense and (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0
 
 
-def _family(config: Any) -> Family:
-    family = FAMILIES.get(getattr(config, "model_type", ""))
-    if family is None:
-        raise ValueError(
-            f"the arithmetic of model_type {config.model_type!r} is not known; known: {', '.join(FAMILIES)}"
-        )
-    return family
+@lru_cache(maxsize=8)
+def _weights_of_parts(settings: str, model_type: str) -> int:
+    """Matrices of the model, built without numbers; of stacked experts as many as a token is sent to."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[model_type].from_dict(json.loads(settings))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    text = config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None) or 1
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    skipped = {id(embedding.weight)} - ({id(head.weight)} if head is not None else set())
+    whole = 0
+    for parameter in model.parameters():
+        if id(parameter) in skipped:
+            continue
+        if parameter.dim() == 2:
+            whole += parameter.numel()
+        elif parameter.dim() == 3:
+            whole += parameter.numel() // parameter.shape[0] * min(chosen, parameter.shape[0])
+    return whole
+
+
+def _family(config: Any) -> Family | None:
+    return FAMILIES.get(getattr(config, "model_type", ""))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.model.weights import saved_name
+from ..engine.model.weights import kept_buffers, saved_name
 from .files import CheckpointError
 
 
@@ -26,6 +26,7 @@ class ExportedParameter:
     shape: tuple[int, ...]
     parts: tuple[str, ...]  # names in the run's model
     join: Callable[..., Tensor] | None = None  # of the parts, whole and in float32; None: the one part as it is
+    dtype: torch.dtype | None = None  # that it keeps, whatever the model is exported in
 
 
 def exported_parameters(model: nn.Module) -> list[ExportedParameter]:
@@ -41,6 +42,9 @@ def exported_parameters(model: nn.Module) -> list[ExportedParameter]:
             continue  # an adapter's own, or one that was trained as a copy
         parts, join = changes.get(name, ((), None))
         exported.append(ExportedParameter(plain, tuple(parameter.shape), (name, *parts), join))
+    for name, buffer in kept_buffers(model).items():
+        plain = name.removeprefix("base_model.model.")
+        exported.append(ExportedParameter(plain, tuple(buffer.shape), (name,), dtype=buffer.dtype))
     return exported
 
 

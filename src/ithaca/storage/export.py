@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 from ..base.versions import require_floors
 from ..engine.mesh import Group, Mesh
 from ..engine.model.config import check_settings, harmless
-from ..engine.model.families import FAMILIES
-from ..engine.model.weights import Folder, saved_name
+from ..engine.model.weights import Folder, named_tensors, saved_name
 from ..engine.run import Run
 from .check import verify
 from .dcp import plainly
@@ -62,7 +61,7 @@ def export_model(
     """
     mesh = run.mesh
     on_all_ranks(mesh.world, lambda: at_rest(run))
-    named = dict(run.model.named_parameters())
+    named = named_tensors(run.model)
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
     adapters = has_adapters(run) and not merge_lora
     on_all_ranks(mesh.world, lambda: require_finite({name: named[name] for name in (trained if adapters else named)}))
@@ -136,7 +135,7 @@ def _export(
                 f"merging needs the base model, and {base_folder} is not a folder; name it with --base"
             )
     fetch = _FromCheckpoint(path, about, base_folder)
-    known = dict(model.named_parameters())
+    known = named_tensors(model)
     _check_shapes(path, known, fetch)
     outgoing = Outgoing(
         model=model,
@@ -177,7 +176,7 @@ def _damaged(path: Path, problems: list[str]) -> CheckpointError:
     )
 
 
-def _check_shapes(path: Path, known: dict[str, nn.Parameter], fetch: _FromCheckpoint) -> None:
+def _check_shapes(path: Path, known: dict[str, Tensor], fetch: _FromCheckpoint) -> None:
     """Sizes come from files, and memory is taken for them: they must be those of the model."""
     frozen = {name: text.split("-")[1] for name, text in fetch.frozen.items()}
     entries: Any = {name: fetch.metadata.state_dict_metadata[f"model.{name}"] for name in fetch.stored}
@@ -235,10 +234,11 @@ class _FromCheckpoint:
 def _rebuild(about: dict[str, Any], path: Path) -> tuple[nn.Module, Any]:
     """The model of a checkpoint, without numbers, and its config."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     settings = {key: value for key, value in about["config"].items() if not key.startswith("_") and key != "auto_map"}
     kind = settings.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CheckpointError(f"{path} holds a {kind!r} model, which this ithaca does not know")
     check_settings(settings, str(path / "state.json"))
     config = harmless(type(AutoConfig.for_model(kind)).from_dict(settings))

@@ -82,14 +82,15 @@ def _write_model(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool, o
     if writes:
         plain = empty_model(outgoing.config)
         entries = [
-            Entry(name, tuple(tensor.shape), outgoing.dtype)
+            Entry(name, tuple(tensor.shape), parameter.dtype or outgoing.dtype)
             for parameter in exported
             for name, tensor in _published(plain, parameter.name, torch.empty(parameter.shape, device="meta")).items()
         ]
         shards = Shards(hidden, "model", entries, int(outgoing.max_shard_bytes))
         opened.callback(shards.leave)
     for parameter in exported:
-        parts = [fetch(name, torch.float32 if parameter.join else outgoing.dtype) for name in parameter.parts]
+        dtype = torch.float32 if parameter.join else parameter.dtype or outgoing.dtype
+        parts = [fetch(name, dtype) for name in parameter.parts]
         if shards is None or plain is None or problem is not None:
             continue
         try:

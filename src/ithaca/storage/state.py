@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..engine.model.weights import named_tensors
 from ..engine.ranks import gather
 from ..engine.run import Run
 from .files import CheckpointError, NotFiniteValues
@@ -47,12 +48,13 @@ def has_adapters(run: Run) -> bool:
 
 def model_tensors(run: Run) -> Tensors:
     whole = not has_adapters(run)
-    return {f"model.{name}": p.detach() for name, p in run.model.named_parameters() if whole or p.requires_grad}
+    tensors = named_tensors(run.model).items()
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors if whole or tensor.requires_grad}
 
 
 def frozen_of(run: Run) -> list[tuple[str, Tensor]]:
     """What a checkpoint leaves out and refers to: the base under adapters."""
-    return [(name, p) for name, p in run.model.named_parameters() if has_adapters(run) and not p.requires_grad]
+    return [(name, t) for name, t in named_tensors(run.model).items() if has_adapters(run) and not t.requires_grad]
 
 
 @dataclass

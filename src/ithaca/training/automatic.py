@@ -17,6 +17,7 @@ from ..base.gpu_sharing import ranks_per_gpu
 from ..config.schema import Config
 from ..engine.attention.choice import kernels_here
 from ..engine.build import DTYPES, model_name, simple_stack
+from ..engine.model.families import FAMILIES
 from ..engine.model.sizes import sizes_of
 from ..engine.offload.host import available_memory
 from ..planner.config import requested
@@ -33,7 +34,7 @@ log = logging.getLogger("ithaca")
 
 def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -> tuple[Stack, Plan | None]:
     """The stack of `stack: auto`: on a GPU the planner's, which raises where nothing fits; else a rule that works anywhere."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not has_arithmetic(hf):
         return simple_stack(config.data.context, hf, world), None
     plan = planned(config, hf, world, device)
     for name, value, why in plan.reasons:
@@ -41,6 +42,11 @@ def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -
     if not plan.fits:
         raise Failed(MEMORY, "this run does not fit:\n" + "\n".join(describe(plan)))
     return plan.stack, plan
+
+
+def has_arithmetic(hf: Any) -> bool:
+    """Whether the planner can count what a model takes; others run by their own code."""
+    return hf.model_type in FAMILIES
 
 
 def planned(config: Config, hf: Any, world: int, device: torch.device, stack: Stack | None = None) -> Plan:

@@ -54,7 +54,7 @@ from ..planner.shortage import gpu_shortage, host_shortage
 from ..planner.text import beside
 from ..stack import Stack
 from .agreement import Agreement
-from .automatic import automatic_stack, planned
+from .automatic import automatic_stack, has_arithmetic, planned
 from .launch import heartbeat
 from .launch.environment import ATTEMPT, find_job
 from .resume import resume
@@ -121,7 +121,9 @@ class Trainer:
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.plan: Plan | None = None
         self.stack = config.stack.chosen or on_rank0(world_group(), lambda: self._automatic(config, world))
-        if self.plan is None and rank == 0 and self.device.type == "cuda":
+        if not has_arithmetic(self.hf) and self.stack.engine == "auto":
+            self.stack = replace(self.stack, engine="module")  # what auto comes to, said where the run is described
+        if self.plan is None and rank == 0 and self.device.type == "cuda" and has_arithmetic(self.hf):
             self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
         self.text = redacted(text if text is not None and config.stack.chosen else dump(self.config))

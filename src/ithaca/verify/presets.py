@@ -17,6 +17,7 @@ from torch import nn
 from ..engine.model.config import read_config
 from ..engine.model.families import FAMILIES
 from ..engine.model.presets import NO_SPECIAL, PRESETS, TINY, find_preset, preset_config
+from ..engine.model.shrink import shrink_config
 from ..engine.model.weights import randomize
 
 
@@ -29,10 +30,9 @@ def config_of(what: str, full: bool, **changes: Any) -> Any:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; pass a preset ({', '.join(PRESETS)}) or a model folder")
     config = read_config(folder)
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"{folder} holds a {config.model_type!r} model, which is not supported; supported are {known}")
-    return config if full else shrink(config)
+    if full:
+        return config
+    return shrink(config) if config.model_type in FAMILIES else shrink_config(config)
 
 
 def shrink(config: Any) -> Any:

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine.model.adapter import base_model
+from ..engine.model.angles import Angles, rotary_modules
+from ..engine.model.families import FAMILIES
 from ..engine.model.rope import rope_for
 from ..engine.model.weights import cast_parameters
 from ..engine.objective.cross_entropy import IGNORE
@@ -58,7 +60,7 @@ class Reference:
     def __init__(self, model: nn.Module, dtype: str, device: str) -> None:
         self.device = torch.device(device)
         self.wide = copy.deepcopy(model).to(device)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and getattr(base_model(self.wide), "_supports_sdpa", True):
             expand_kv(self.wide)
         self.narrow = None
         if dtype != "float32":
@@ -71,26 +73,36 @@ class Reference:
         counts = [int((labels != IGNORE).sum()) for labels in shifted]
         value = torch.zeros((), dtype=torch.float64)
         for (ids, labels, documents), targets, count in zip(batches, shifted, counts, strict=True):
-            place = None
-            if documents is not None:
-                place = positions(documents, *ids.shape).to(self.device)
-            out = model(
-                input_ids=ids.to(self.device),
-                position_ids=place,
-                labels=labels.to(self.device),
-                shift_labels=targets.to(self.device),
-                num_items_in_batch=count,
-                use_cache=False,
-            )
-            loss = out.loss * (count / sum(counts))
+            if model_type(model) not in FAMILIES:
+                logits = self._apart(model, ids, documents)
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1).float(), targets.flatten().to(self.device), ignore_index=IGNORE
+                )
+            else:
+                place = None if documents is None else positions(documents, *ids.shape).to(self.device)
+                loss = model(
+                    input_ids=ids.to(self.device),
+                    position_ids=place,
+                    labels=labels.to(self.device),
+                    shift_labels=targets.to(self.device),
+                    num_items_in_batch=count,
+                    use_cache=False,
+                ).loss
+            loss = loss * (count / sum(counts))
             loss.backward()
             value += loss.detach().double().cpu()
         return Measured(value, {name: p.grad for name, p in model.named_parameters()})
 
+    def _apart(self, model: nn.Module, ids: Tensor, documents: list[list[int]] | None) -> Tensor:
+        """Logits, every document by itself: not every model makes a mask of positions that restart (gpt-oss does not)."""
+        rows = [row.split(lengths) for row, lengths in zip(ids, documents or [[ids.shape[1]]] * len(ids), strict=True)]
+        parts = [[model(part[None].to(self.device), use_cache=False).logits[0] for part in row] for row in rows]
+        return torch.stack([torch.cat(row) for row in parts])
+
     def routing_margin(self, ids: Tensor, documents: list[list[int]] | None) -> float:
         """How close the closest choice between two experts is. Without experts there is no choice."""
         top_k: int = getattr(self.wide.config, "num_experts_per_tok", None) or 0
-        if not top_k:
+        if not top_k or model_type(self.wide) not in FAMILIES:
             return float("inf")
         place = None if documents is None else positions(documents, *ids.shape).to(self.device)
         with torch.no_grad():
@@ -133,17 +145,19 @@ class Reference:
         ]
 
     def compare_logits(self, ours: Tensor, ids: Tensor, documents: list[list[int]] | None, limit: float) -> list[Item]:
-        place = None if documents is None else positions(documents, *ids.shape).to(self.device)
-        with torch.no_grad():
-            theirs, own = (
-                None if model is None else model(ids.to(self.device), position_ids=place, use_cache=False).logits.cpu()
-                for model in (self.wide, self.narrow)
-            )
+        def logits_of(model: nn.Module) -> Tensor:
+            with torch.no_grad():
+                if model_type(model) not in FAMILIES:
+                    return self._apart(model, ids, documents).cpu()
+                place = None if documents is None else positions(documents, *ids.shape).to(self.device)
+                return model(ids.to(self.device), position_ids=place, use_cache=False).logits.cpu()
+
+        theirs, own = (None if model is None else logits_of(model) for model in (self.wide, self.narrow))
         error = _distance(ours, theirs) / (1.0 if own is None else _distance(own, theirs))
         if own is not None or error <= limit:
             return [Item("logits", error, limit)]
-        with exact_angles(self.wide), torch.no_grad():
-            exact = self.wide(ids.to(self.device), position_ids=place, use_cache=False).logits.cpu()
+        with exact_angles(self.wide):
+            exact = logits_of(self.wide)
         rounded = _distance(exact, theirs)
         rounded = rounded if rounded <= FLOAT32_ANGLE * _longest(ids, documents) else 0.0
         return [Item("logits", error, limit + rounded), Item("exact angles: logits", _distance(ours, exact), limit)]
@@ -166,20 +180,31 @@ def _longest(ids: Tensor, documents: list[list[int]] | None) -> int:
     return ids.shape[1] if documents is None else max(max(row) for row in documents)
 
 
+def model_type(model: nn.Module) -> str:
+    return base_model(model).config.model_type  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
+
+
 @contextmanager
 def exact_angles(model: nn.Module) -> Iterator[None]:
     """The same model, cos and sin of its positions formed in float64."""
     inner: Any = base_model(model)
-    rotary, config = inner.model.rotary_emb, inner.config
+    config = inner.config.get_text_config()
+    modules = rotary_modules(inner)
+    for module in modules:
+        angles = Angles(module, config)
 
-    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        return rope_for(config, layer_type, int(position_ids.max()) + 1).cos_sin(position_ids, x.dtype, x.device)
+        def forward(x: Tensor, position_ids: Tensor, *args: Any, angles: Angles = angles, **kwargs: Any) -> Any:
+            return angles(x, position_ids, int(position_ids.max()) + 1, True, *args, **kwargs)
 
-    rotary.forward = forward
+        def formed(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+            return rope_for(config, layer_type, int(position_ids.max()) + 1).cos_sin(position_ids, x.dtype, x.device)
+
+        module.forward = formed if config.model_type in FAMILIES else forward
     try:
         yield
     finally:
-        del rotary.forward
+        for module in modules:
+            del module.forward
 
 
 def distances(ours: Measured, theirs: Measured) -> dict[str, float]:

@@ -36,6 +36,21 @@ if TYPE_CHECKING:
     from ..own import OwnDecoder
 
 
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the weights, such as the bias by which DeepSeek-V3 balances its experts: loaded and saved too."""
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of the model holds."""
+    return {**dict(model.named_parameters()), **kept_buffers(model)}
+
+
 def is_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
@@ -109,6 +124,9 @@ def _fill(model: nn.Module, files: Folder) -> None:
         if count and source is not None:
             files.read(source, first, local[:count].detach(), parameter.shape)
         parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+    for name, buffer in kept_buffers(model).items():
+        files.read(name, 0, buffer if buffer.dim() else buffer[None], buffer.shape)
+        buffer._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
     files.close()
 
 
@@ -309,7 +327,7 @@ def _sources(files: Folder, name: str, shape: torch.Size) -> list[list[str]] | N
 
 def _check(model: nn.Module, files: Folder, folder: Path) -> None:
     """Names and shapes of all parameters, by the files' headers: before any rank has filled anything."""
-    wanted = {saved: p.shape for name, p in model.named_parameters() if (saved := saved_name(name)) is not None}
+    wanted = {saved: p.shape for name, p in named_tensors(model).items() if (saved := saved_name(name)) is not None}
     sources = {name: _sources(files, name, shape) for name, shape in wanted.items()}
     missing = [name for name, groups in sources.items() if groups is None]
     if missing:

@@ -1,0 +1,165 @@
+"""A model by its own code beside Hugging Face with checkpointing, and beside the streamed engine where the table knows it: one GPU, few
+layers.
+
+    python benchmarks/any_decoder.py --tokens 128K                                # glm4, gpt_oss, llama: widths of 9B, 20B, 1B
+    python benchmarks/any_decoder.py --tokens 512 --tiny --cpu glm4 gpt_oss       # no GPU: does it still run?
+
+Both get the same weights and tokens, bf16, one row. The vocabulary is cut to 32K for both: whole logits of Hugging Face's loss would be what
+runs out first. Hugging Face is tried with each attention that it has here, and its fastest that works counts; with sinks only those
+whose gradient of the sinks is right (compared with eager's on 256 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rank_of_n import size
+
+import ithaca
+from ithaca.engine.model.shrink import shrink_config
+from ithaca.stack import Stack
+
+LAYERS = {"glm4": 2, "gpt_oss": 2, "llama": 4}
+WIDTHS: dict[str, dict[str, Any]] = {
+    "glm4": dict(  # GLM-4-9B-0414
+        hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
+        partial_rotary_factor=0.5, attention_bias=True,
+    ),
+    "gpt_oss": dict(  # gpt-oss-20b: one layer with a window of 128, one without
+        hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64,
+        num_local_experts=32, num_experts_per_tok=4, sliding_window=128,
+    ),
+    "llama": dict(  # Llama-3.2-1B
+        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    ),
+}  # fmt: skip
+
+
+def config_of(kind: str, tiny: bool, longest: int) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    layers = LAYERS[kind]
+    more = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if kind == "gpt_oss" else {}
+    no_tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = CONFIG_MAPPING[kind](
+        **WIDTHS[kind], **more, **no_tokens, num_hidden_layers=layers, vocab_size=32768, max_position_embeddings=longest,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return shrink_config(config, layers) if tiny else config
+
+
+def built(config: Any, device: str, attention: str | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention, trust_remote_code=False
+        )
+
+
+def measured(step: Callable[[], Any], device: str, steps: int) -> tuple[float, float]:
+    """Seconds of the fastest step, and GB at the peak."""
+    taken = []
+    for _ in range(steps + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return min(taken[1:]), torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
+
+
+def theirs(config: Any, ids: torch.Tensor, device: str, steps: int, attention: str) -> tuple[float, float]:
+    model = built(config, device, attention)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return measured(step, device, steps)
+
+
+def ours(config: Any, ids: torch.Tensor, device: str, steps: int, engine: str) -> tuple[float, float]:
+    store = "host" if device == "cuda" else "gpu"
+    stack = Stack(engine=engine, heads_per_stage=8, store=store, shard_parameters=False)
+    run = ithaca.prepare(built(config, device, None), stack, device=device, dtype=torch.bfloat16)
+    batch = run.shard(ids)
+
+    def step() -> None:
+        run.loss(batch).backward()
+        run.model.zero_grad(set_to_none=True)
+
+    result = measured(step, device, steps)
+    kernels = sorted({kernel.name for kernel in run.kernels.chosen.values()})
+    print(f"    kernels: {', '.join(kernels)}", flush=True)
+    return result
+
+
+def sinks_are_right(config: Any, device: str, attention: str) -> bool:
+    """Whether the gradient of the sinks is eager's, up to bf16."""
+    ids = torch.randint(0, config.vocab_size, (1, 256), device=device)
+    grads = []
+    for name in ("eager", attention):
+        model = built(config, device, name)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        grads.append(torch.cat([layer.self_attn.sinks.grad.float() for layer in model.model.layers]))
+    return bool((grads[0] - grads[1]).norm() < 0.1 * grads[0].norm())
+
+
+def tried(name: str, call: Callable[[], tuple[float, float]], tokens: int) -> float | None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        seconds, peak = call()
+    except Exception as error:  # out of memory, or not installed: the next one
+        first = str(error).strip().partition("\n")[0]
+        print(f"  {name:<34} {type(error).__name__}: {first[:110]}", flush=True)
+        return None
+    print(f"  {name:<34} {tokens / seconds:9,.0f} tokens/s {peak:7.1f} GB", flush=True)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", default=list(WIDTHS), help=f"default: {', '.join(WIDTHS)}")
+    parser.add_argument("--tokens", type=size, default=size("128K"))
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="shrunk: to see whether it runs")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    device = "cpu" if options.cpu else "cuda"
+    for kind in options.kinds:
+        config = config_of(kind, options.tiny, options.tokens)
+        ids = torch.randint(0, config.vocab_size, (1, options.tokens), device=device)
+        print(f"{kind}, {LAYERS[kind]} layers, {options.tokens:,} tokens", flush=True)
+        for attention in ("eager",) if options.tiny else ("sdpa", "flash_attention_2", "flex_attention", "eager"):
+            if kind == "gpt_oss" and attention != "eager":
+                try:
+                    right = sinks_are_right(config, device, attention)
+                except Exception as error:
+                    print(f"  Hugging Face, {attention}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+                    continue
+                if not right:
+                    print(f"  Hugging Face, {attention}: the gradient of the sinks is wrong", flush=True)
+                    continue
+            name = f"Hugging Face, {attention}"
+            if tried(name, lambda a=attention: theirs(config, ids, device, options.steps, a), options.tokens):
+                break  # in the order of their speed
+        for engine in ("module", *(["streamed"] if kind == "llama" else [])):
+            tried(f"ithaca, {engine}", lambda e=engine: ours(config, ids, device, options.steps, e), options.tokens)
+
+
+if __name__ == "__main__":
+    main()

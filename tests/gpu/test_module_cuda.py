@@ -1,0 +1,32 @@
+"""Models by their own code on a GPU, in bf16: no further from float32 than the untouched model, whichever kernel attends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ithaca.engine.model.shrink import smallest
+from ithaca.stack import Stack
+from ithaca.verify.case import BFLOAT16_LIMIT, Case
+from ithaca.verify.reference import SINGLE_LIMIT
+
+from .batches import ratios
+
+pytestmark = pytest.mark.gpu
+
+STACKS = [
+    Stack(engine="module", heads_per_stage=1, store="host", tile=61),
+    Stack(engine="module", recompute="layer", store="gpu"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("kind", ["glm4", "smollm3", "phi3", "gpt_oss", "gemma2", "cohere2"])
+def test_gradients_are_as_near_as_the_models_own(tmp_path: Path, kind: str, packed: bool):
+    """gpt-oss has sinks and windows, Gemma 2 a soft cap."""
+    smallest(kind).save_pretrained(tmp_path)
+    case = Case(str(tmp_path), STACKS[packed], 1, "cuda", "bfloat16", 1021, packed=packed)
+    apart = ratios(case, batches=6)
+    print(kind, round(apart[""], 3), round(max(apart.values()), 3))
+    assert apart[""] <= BFLOAT16_LIMIT and max(apart.values()) <= SINGLE_LIMIT
