@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test faults fuzz plans lint format demo evidence clean
+.PHONY: setup test faults fuzz plans families lint format demo evidence clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ fuzz: setup
 # More configurations of the plan's arithmetic against the code: 3 minutes on 2 cores.
 plans: setup
 	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner
+
+# Every decoder type of transformers, tried: docs/families.md. About 5 minutes on 2 cores.
+families: setup
+	$(BIN)/python -m ithaca.verify.families > docs/families.md.new
+	mv docs/families.md.new docs/families.md
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,12 +1,11 @@
-"""A model by its own code beside Hugging Face with checkpointing, and beside the streamed engine where the table knows it: one GPU, few
-layers.
+"""A model by its own code beside Hugging Face with checkpointing, and beside the streamed engine where the table knows it.
 
     python benchmarks/any_decoder.py --tokens 128K                                # glm4, gpt_oss, llama: widths of 9B, 20B, 1B
     python benchmarks/any_decoder.py --tokens 512 --tiny --cpu glm4 gpt_oss       # no GPU: does it still run?
 
-Both get the same weights and tokens, bf16, one row. The vocabulary is cut to 32K for both: whole logits of Hugging Face's loss would be what
-runs out first. Hugging Face is tried with each attention that it has here, and its fastest that works counts; with sinks only those
-whose gradient of the sinks is right (compared with eager's on 256 tokens).
+One GPU, few layers, one row, bf16, the same weights and tokens. The vocabulary is cut to 32K for both: whole logits of Hugging
+Face's loss would be what runs out first. Hugging Face is tried with each attention that it has here, and its fastest that works
+counts; with sinks only those whose gradient of the sinks is right (compared with eager's on 256 tokens).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,10 +155,12 @@ def main() -> None:
                     print(f"  Hugging Face, {attention}: the gradient of the sinks is wrong", flush=True)
                     continue
             name = f"Hugging Face, {attention}"
-            if tried(name, lambda a=attention: theirs(config, ids, device, options.steps, a), options.tokens):
+            given = (config, ids, device, options.steps)
+            if tried(name, partial(theirs, *given, attention), options.tokens):
                 break  # in the order of their speed
         for engine in ("module", *(["streamed"] if kind == "llama" else [])):
-            tried(f"ithaca, {engine}", lambda e=engine: ours(config, ids, device, options.steps, e), options.tokens)
+            given = (config, ids, device, options.steps)
+            tried(f"ithaca, {engine}", partial(ours, *given, engine), options.tokens)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from ithaca.engine.model.adapter import read_model
 from ithaca.engine.model.presets import TINY, preset_config
+from ithaca.engine.model.shrink import smallest
 from ithaca.planner.flops import head_size, layer_windows, matmul_weights, mfu, model_flops, visible_pairs
 from ithaca.planner.gpus import peak_flops
 from ithaca.verify.presets import add_lora, build
@@ -90,11 +92,25 @@ def test_beyond_64_bits():
     assert flops == 6 * 7_504_658_432 * length + 12 * 128 * 32 * 32 * (length * (length + 1) // 2) > 2**63
 
 
-def test_a_model_that_is_not_known():
-    config = preset_config("llama3")
-    config.model_type = "mamba"
-    with pytest.raises(ValueError, match="mamba"):
-        model_flops(config, [8])
+@pytest.mark.parametrize("kind", ["granite", "glm4_moe", "deepseek_v3", "gpt_oss"])
+def test_a_model_without_arithmetic_of_its_own(kind: str):
+    """Its weights are those of its parts; here counted from the modules."""
+    config = smallest(kind)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    used = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or "embed" in name:
+            continue
+        chosen = config.num_experts_per_tok if parameter.dim() == 3 else 1
+        used += parameter.numel() * chosen // (parameter.shape[0] if parameter.dim() == 3 else 1)
+    assert matmul_weights(config) == used
+    sizes = (head_size(config),) * 2
+    if kind == "deepseek_v3":
+        sizes = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+        assert sizes[0] != sizes[1]
+    pairs = sum(drawn_pairs([50], window) for window in layer_windows(config))
+    attention = 2 * sum(sizes) * config.num_attention_heads * pairs
+    assert model_flops(config, [50]) == 3 * (2 * used * 50 + attention)
 
 
 def test_peaks_by_name():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..base.holding import holds
+from ..base.holding import CALLER, holds, module_holds
 from ..stack import require
 from .attention.choice import Need
 from .attention.head_schedule import head_schedule
@@ -38,6 +38,8 @@ from .request import Ranks
 
 if TYPE_CHECKING:
     from .run import Run
+
+module_holds(__name__, CALLER)
 
 
 @dataclass

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,8 @@ def _ours() -> str:
 # -- the proof --------------------------------------------------------------------------------------------------------------
 
 
-def prove(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
-    """Build it small, run it twice, compare."""
+def prove(kind: type, config: Any, parts: set[str] | None = None, ranks: tuple[int, ...] = (RANKS,)) -> Proof:
+    """Build it small, run it twice, compare. ranks: how many rows stand for one sequence."""
     begin = time.perf_counter()
     with _same_chance():
         try:
@@ -191,11 +191,11 @@ def prove(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
                     f"the shrunk copy lacks a part of it ({', '.join(sorted(missing)[:3])}), so it would prove nothing"
                 )
             try:
-                proof = _compare(kind, small, tiles=True)
+                proof = _compare(kind, small, True, ranks)
             except NotRun:
                 proof = None
             if proof is None or not proof.exact:
-                plain = _compare(kind, small, tiles=False)
+                plain = _compare(kind, small, False, ranks)
                 proof = plain if proof is None or plain.exact else proof
             if not proof.exact:
                 proof = replace(proof, where=_parting(kind, small) or proof.where)
@@ -204,13 +204,13 @@ def prove(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
     return replace(proof, seconds=round(time.perf_counter() - begin, 2))
 
 
-def _compare(kind: type, config: Any, tiles: bool) -> Proof:
+def _compare(kind: type, config: Any, tiles: bool, ranks: tuple[int, ...]) -> Proof:
     """With experts several times: two that are equally good within rounding may change places, which proves nothing. And in float64
     where float32 is near the limit: there torch's own kernels are as far from the formula, by rounding."""
     for seed in range(ATTEMPTS if _has_experts(config) else 1):
-        proof = _attempt(kind, config, seed, torch.float32, tiles)
+        proof = _worst(_build(kind, config, seed), _ids(seed), tiles, ranks)
         if LIMIT < proof.error < NEAR:
-            proof = _attempt(kind, config, seed, torch.float64, tiles)
+            proof = _worst(_build(kind, config, seed).double(), _ids(seed), tiles, ranks)
         if proof.exact:
             break
     return proof  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -224,23 +224,22 @@ class NotRun(Refused):
     """The model does not run in the engine."""
 
 
-def _attempt(kind: type, config: Any, seed: int, dtype: torch.dtype, tiles: bool) -> Proof:
-    return _worst(_build(kind, config, seed).to(dtype), _ids(seed), tiles)
-
-
-def _worst(model: nn.Module, ids: Tensor, tiles: bool) -> Proof:
+def _worst(model: nn.Module, ids: Tensor, tiles: bool, ranks: tuple[int, ...] = (RANKS,)) -> Proof:
     """The largest error of all that is compared."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     worst = Proof(True, 0.0, "", tiles=tiles, dtype=dtype)
     for documents in (None, DOCUMENTS):
-        theirs = _try("its own code does not run shrunk", lambda: untouched(model, ids, documents))  # noqa: B023
+        theirs = _try("its own code does not run shrunk", partial(untouched, model, ids, documents))
         if not bool(torch.isfinite(theirs.loss)):
             raise Refused("its loss is not finite when shrunk, so nothing can be compared")
-        ours = _try("it cannot be run with our attention", lambda: _engine(model, ids, documents, tiles), NotRun)  # noqa: B023
-        for name, error in _errors(ours, theirs):
-            if not error <= worst.error:  # NaN is worst
-                said = name if documents is None else f"{name}, packed documents"
-                worst = replace(worst, exact=error <= LIMIT, error=error, where=said)
+        for count in ranks:
+            ours = _try(
+                "it cannot be run with our attention", partial(_engine, model, ids, documents, tiles, count), NotRun
+            )
+            for name, error in _errors(ours, theirs):
+                if not error <= worst.error:  # NaN is worst
+                    said = name if documents is None else f"{name}, packed documents"
+                    worst = replace(worst, exact=error <= LIMIT, error=error, where=said)
     text = _text(model.config)
     return replace(worst, angles=all(Angles(m, text).sound(text.hidden_size) for m in rotary_modules(model)))
 
@@ -276,10 +275,10 @@ def untouched(model: nn.Module, ids: Tensor, documents: list[list[int]] | None) 
     return Measured(loss.detach(), flat.detach(), {name: p.grad for name, p in model.named_parameters()})
 
 
-def _engine(model: nn.Module, ids: Tensor, documents: list[list[int]] | None, tiles: bool) -> Measured:
+def _engine(model: nn.Module, ids: Tensor, documents: list[list[int]] | None, tiles: bool, ranks: int) -> Measured:
     model = copy.deepcopy(model)
     run = small_run(model, tiles)
-    batch = folded(run.shard(ids, documents=documents))
+    batch = folded(run.shard(ids, documents=documents), ranks)
     with torch.no_grad():
         logits = run.logits(batch)
     loss = run.loss(batch)
@@ -299,14 +298,14 @@ def small_run(model: nn.Module, tiles: bool = True) -> Run:
     )  # fmt: skip
 
 
-def folded(batch: Batch) -> Batch:
+def folded(batch: Batch, ranks: int = RANKS) -> Batch:
     """Rows of tokens that stand for ranks."""
     rows, length = batch.input_ids.shape
     cut = {
-        name: getattr(batch, name).expand(rows, -1).reshape(rows * RANKS, length // RANKS)
+        name: getattr(batch, name).expand(rows, -1).reshape(rows * ranks, length // ranks)
         for name in ("input_ids", "labels", "positions")
     }
-    return replace(batch, **cut, fold=RANKS)
+    return replace(batch, **cut, fold=ranks)
 
 
 def _ids(seed: int) -> Tensor:

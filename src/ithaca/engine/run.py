@@ -217,6 +217,7 @@ class Run:
             loss = loss + self._balance_loss(routing, batch) * (batch.supervised / count)
         return faults.spoil(loss)
 
+    @holds("loss")
     def _head(self) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
         """(what is behind the layers -> logits, the parameters that takes). Inside of a call of the head."""
         if isinstance(self.decoder, OwnDecoder):

@@ -30,6 +30,10 @@ def config_of(what: str, full: bool, **changes: Any) -> Any:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; pass a preset ({', '.join(PRESETS)}) or a model folder")
     config = read_config(folder)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{folder} holds a {config.model_type!r} model, which is no decoder that transformers knows")
     if full:
         return config
     return shrink(config) if config.model_type in FAMILIES else shrink_config(config)

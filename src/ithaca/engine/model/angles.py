@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ...base.holding import CALLER, module_holds
 from .rope import exact_frequencies
 
+module_holds(__name__, CALLER)
 TILE = 2**14  # positions at a time: float64 takes four times the room of what is left in the end
 
 
