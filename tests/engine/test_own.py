@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ithaca.engine.model.norm import NormKernel
 from ithaca.engine.model.shrink import TEXT, smallest
 from ithaca.engine.model.weights import randomize
+from ithaca.engine.own import OwnDecoder
 from ithaca.engine.parallelize import prepare
 from ithaca.stack import Stack
 
@@ -37,6 +39,42 @@ def test_no_kernel_runs_twice_unless_asked(recompute: str, again: int):
     assert (kernel.calls.forward, kernel.calls.backward) == (layers, 0)
     loss.backward()
     assert (kernel.calls.forward, kernel.calls.backward) == (layers * (1 + again), layers)
+
+
+class Counted(NormKernel):
+    """Everywhere, and counted."""
+
+    calls = 0
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        return True
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        Counted.calls += 1
+        return super().__call__(x, weight, epsilon)
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("glm4", True), ("gemma2", False)])
+def test_norms_by_one_kernel_where_they_are_its_formula(kind: str, fused: bool):
+    """Gemma adds one to its weights."""
+    model = built(kind)
+    own = copy.deepcopy(model)
+    run = prepare(model, Stack(shard_parameters=False), device="cpu")
+    assert isinstance(run.decoder, OwnDecoder)
+    run.decoder.norm_kernel = Counted()
+    Counted.calls = 0
+    loss, theirs = run.loss(run.shard(IDS)), own(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    theirs.backward()
+    norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
+    assert Counted.calls == (2 * norms - 1 if fused else 0), "again in backward, but for the last one"
+    for (name, a), b in zip(model.named_parameters(), own.parameters(), strict=True):
+        assert float((a.grad - b.grad).norm() / b.grad.norm()) < 1e-5, name
+    calls = Counted.calls
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, own(IDS).logits) and Counted.calls == calls, (
+            "outside of a run it is itself"
+        )
 
 
 def test_the_model_is_itself_outside_of_a_run():

@@ -27,7 +27,6 @@ REFUSED = {
     "llama4_text": r"layers\.2\.self_attn\.o_proj",  # positions counted from 0, whatever it is given
     "falcon": "its code works on the mask itself",
     "mamba": "never came to attention",
-    "zaya": "conv",
     "roberta": "position_embeddings",
     "gemma4_unified_text": "use_bidirectional_attention",
 }

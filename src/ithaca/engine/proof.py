@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib import metadata
@@ -35,11 +35,12 @@ from ..base.files import cache_folder
 from ..stack import Stack
 from .assemble import assemble
 from .attention.choice import Kernels
-from .attention.interface import configs_of
+from .attention.interface import Unsupported, configs_of
 from .batch import Batch
 from .mesh import Group, Mesh
 from .model.angles import Angles, rotary_modules
 from .model.guard import owner_changes
+from .model.norm import plain_norms
 from .model.shrink import TEXT, shrink_config
 from .model.weights import randomize
 from .objective.cross_entropy import IGNORE, LossKernel
@@ -68,6 +69,7 @@ class Proof:
     tiles: bool = True  # MLP and experts bear being run by tiles of tokens
     dtype: str = "float32"
     angles: bool = True  # rotary modules bear being computed in float64
+    norms: tuple[str, ...] = ()  # classes of norms that torch has one kernel for
 
     def __str__(self) -> str:
         if self.exact:
@@ -93,7 +95,7 @@ def require_proof(decoder: OwnDecoder) -> Proof:
             f"{kind} has no arithmetic of its own here, and its own code with our attention was not exact when tried on a shrunk "
             f"copy, so it is refused: {proof}"
         )
-    decoder.tiles, decoder.wide_angles = proof.tiles, proof.angles
+    decoder.tiles, decoder.wide_angles, decoder.norms = proof.tiles, proof.angles, tuple(proof.norms)
     log.info("%s by its own code: %s", kind, proof)
     return proof
 
@@ -133,8 +135,9 @@ def kept_proof(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
     path = _path(kind, config)
     if path is not None and path.exists():
         try:
-            return Proof(**json.loads(path.read_text()))
-        except (ValueError, TypeError, OSError):
+            found = json.loads(path.read_text())
+            return Proof(**{**found, "norms": tuple(found["norms"])})
+        except (ValueError, TypeError, KeyError, OSError):
             log.warning("%s cannot be read, so the proof is made again", path)
     log.info("%s is not in the table of families: trying it on a shrunk copy (some seconds)", kind.__name__)
     proof = prove(kind, config, parts)
@@ -210,7 +213,8 @@ def _compare(kind: type, config: Any, tiles: bool, ranks: tuple[int, ...]) -> Pr
     for seed in range(ATTEMPTS if _has_experts(config) else 1):
         proof = _worst(_build(kind, config, seed), _ids(seed), tiles, ranks)
         if LIMIT < proof.error < NEAR:
-            proof = _worst(_build(kind, config, seed).double(), _ids(seed), tiles, ranks)
+            with suppress(Refused):  # kernels of experts may have no float64
+                proof = _worst(_build(kind, config, seed).double(), _ids(seed), tiles, ranks)
         if proof.exact:
             break
     return proof  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -241,7 +245,8 @@ def _worst(model: nn.Module, ids: Tensor, tiles: bool, ranks: tuple[int, ...] = 
                     said = name if documents is None else f"{name}, packed documents"
                     worst = replace(worst, exact=error <= LIMIT, error=error, where=said)
     text = _text(model.config)
-    return replace(worst, angles=all(Angles(m, text).sound(text.hidden_size) for m in rotary_modules(model)))
+    angles = all(Angles(m, text).sound(text.hidden_size) for m in rotary_modules(model))
+    return replace(worst, angles=angles, norms=plain_norms(model))
 
 
 @dataclass
@@ -386,11 +391,13 @@ def _try(what: str, act: Callable[[], Any], as_error: type[Refused] = Refused) -
         raise
     except Exception as error:  # a model's own code raises whatever it likes
         first = str(error).strip().partition("\n")[0]
-        if "'Rule'" in first:
-            raise as_error(
-                f"{what}: its code works on the mask itself, so its attention cannot be replaced ({first})"
-            ) from error
-        raise as_error(f"{what} ({type(error).__name__}: {first})") from error
+        if "'Rule'" in first or "'Unread'" in first:
+            said = f"its code works on the mask itself, so its attention cannot be replaced ({first})"
+        elif isinstance(error, Unsupported) or " cannot be prepared: " in first or " cannot be run: " in first:
+            said = first  # in our own words
+        else:
+            said = f"{what} ({type(error).__name__}: {first})"
+        raise as_error(said) from error
 
 
 def _text(config: Any) -> Any:

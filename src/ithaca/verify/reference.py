@@ -59,6 +59,7 @@ class Measured:
 class Reference:
     def __init__(self, model: nn.Module, dtype: str, device: str) -> None:
         self.device = torch.device(device)
+        self.angle = FLOAT32_ANGLE * (1.0 if model_type(model) in FAMILIES else _sharpness(model))
         self.wide = copy.deepcopy(model).to(device)
         if self.device.type == "cuda" and getattr(base_model(self.wide), "_supports_sdpa", True):
             expand_kv(self.wide)
@@ -121,7 +122,7 @@ class Reference:
                 return _rows(name, loss, errors, limit)
             with exact_angles(self.wide):
                 exact = self.measure(self.wide, batches)
-            most = FLOAT32_ANGLE * max(_longest(ids, documents) for ids, _, documents in batches)
+            most = self.angle * max(_longest(ids, documents) for ids, _, documents in batches)
             own = {"": _distance(exact.loss, theirs.loss), **distances(exact, theirs)}
             rounded = {key: 0.0 if within or value > most else value for key, value in own.items()}
             return [
@@ -159,7 +160,7 @@ class Reference:
         with exact_angles(self.wide):
             exact = logits_of(self.wide)
         rounded = _distance(exact, theirs)
-        rounded = rounded if rounded <= FLOAT32_ANGLE * _longest(ids, documents) else 0.0
+        rounded = rounded if rounded <= self.angle * _longest(ids, documents) else 0.0
         return [Item("logits", error, limit + rounded), Item("exact angles: logits", _distance(ours, exact), limit)]
 
 
@@ -178,6 +179,13 @@ def _rows(
 
 def _longest(ids: Tensor, documents: list[list[int]] | None) -> int:
     return ids.shape[1] if documents is None else max(max(row) for row in documents)
+
+
+def _sharpness(model: nn.Module) -> float:
+    """How much more an angle moves scores than where they are scaled by 1 / sqrt(D): Granite's default scale is 1."""
+    said = [(getattr(module, "scaling", None), getattr(module, "head_dim", None)) for module in model.modules()]
+    pairs = [(scale, size) for scale, size in said if isinstance(scale, float) and isinstance(size, int)]
+    return max([1.0, *(scale * size**0.5 for scale, size in pairs)])
 
 
 def model_type(model: nn.Module) -> str:

@@ -83,6 +83,11 @@ def current(attend: Attend) -> Iterator[None]:
         _current.reset(token)
 
 
+def in_run() -> bool:
+    """Whether a layer is being computed for a run, in this thread."""
+    return _current.get() is not None
+
+
 def configs_of(model: nn.Module) -> list[Any]:
     """The configs that its modules look at to find their attention."""
     configs = {

@@ -40,6 +40,32 @@ def apply_norm(module: nn.Module, x: Tensor, kernel: NormKernel) -> Tensor:
     return kernel(x, norm.weight, norm.variance_epsilon)
 
 
+def epsilon_of(module: Any) -> float:
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
+def plain_norms(model: nn.Module) -> tuple[str, ...]:
+    """Classes of a model's norms that are weight · x / rms(x), by what they answer. The model has numbers, float32 or wider."""
+    kinds: dict[str, bool] = {}
+    for module in model.modules():
+        name, weight = type(module).__name__, getattr(module, "weight", None)
+        if not name.endswith("RMSNorm"):
+            continue
+        known = isinstance(weight, Tensor) and weight.dim() == 1
+        kinds[name] = kinds.get(name, True) and known and _is_plain(module)
+    return tuple(sorted(name for name, plain in kinds.items() if plain))
+
+
+def _is_plain(module: Any) -> bool:
+    x = 3.0 * torch.randn(2, 7, module.weight.shape[0], dtype=module.weight.dtype)
+    try:
+        with torch.no_grad():
+            own, ours = module(x), F.rms_norm(x, module.weight.shape, module.weight, epsilon_of(module))
+    except Exception:  # a norm of its own kind
+        return False
+    return own.shape == ours.shape and torch.allclose(own, ours.to(own.dtype), rtol=1e-5, atol=1e-6)
+
+
 def _plain(module: nn.Module, x: Tensor) -> bool:
     kind = type(module)
     known = kind.__name__ in _NAMES and kind.__module__.startswith("transformers.models.")

@@ -171,8 +171,8 @@ def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ValueError(
-            f"{name}: model_type {config.get('model_type')!r} is not known; known: {', '.join(FAMILIES)}. A new family is one row "
-            "in ithaca/engine/model/families.py"
+            f"{name}: there is no arithmetic for model_type {config.get('model_type')!r}, so nothing can be planned for it yet; "
+            f"there is for {', '.join(FAMILIES)}. By its own code it may train all the same (docs/families.md): give the stack"
         )
     missing = [key for key in _NEEDED if not isinstance(config.get(key), int)]
     if missing:
