@@ -65,6 +65,8 @@ TRIALS = [
     Trial("gemma4_text", Stack(ulysses=4), packed=True),
     Trial("deepseek_v3", Stack(ulysses=2, ring=2), packed=True),
     Trial("cohere2", Stack(ulysses=2, store=("host", "gpu", "gpu", "host")), lora=True),
+    Trial("ministral3", Stack(ulysses=4, ring=2), packed=True),
+    Trial("ernie4_5", Stack(ulysses=8, heads_per_stage=1), lora=True),
 ]
 
 

@@ -73,19 +73,19 @@ class OwnDecoder:
     tile: int | None = None
     wide_angles: bool = True  # its rotary modules bear being computed in float64
     norms: tuple[str, ...] = ()  # classes of norms that are torch's own rms_norm, as a proof has shown
-    running: _Running | None = None
+    running: Running | None = None
     logit_cap: None = None  # the model's own code caps
     router_weight: float = 0.0
     family: None = None
     norm_kernel: NormKernel = field(default_factory=NormKernel)
 
     @holds("residual")
-    def hidden(self, run: Run, batch: Batch) -> Tensor:
-        """What the head sees, of this rank's tokens."""
+    def hidden(self, run: Run, batch: Batch, running: Running | None = None) -> Tensor:
+        """What the head sees, of this rank's tokens. running: what is done with each layer; default: it is trained."""
         rows, tokens = batch.input_ids.shape
         # transformers would take jumps of positions for packed documents, where no mask is given
         nothing_hidden = torch.ones(rows, tokens, dtype=torch.bool, device=batch.input_ids.device)
-        running = _Running(run, batch)
+        running = running or Running(run, batch)
         with self._active(running, run.ranks):
             result = self.base(
                 input_ids=batch.input_ids,
@@ -102,7 +102,7 @@ class OwnDecoder:
         return result[0] if isinstance(result, tuple) else result.last_hidden_state
 
     @contextmanager
-    def _active(self, running: _Running, ranks: Ranks) -> Iterator[None]:
+    def _active(self, running: Running, ranks: Ranks) -> Iterator[None]:
         before, self.running, ranks.inside = (self.running, ranks.inside), running, True
         try:
             with attending(self.configs):
@@ -162,7 +162,7 @@ class _Bare:
 
 
 @dataclass
-class _Running:
+class Running:
     """One forward of a model."""
 
     run: Run
@@ -177,12 +177,19 @@ class _Running:
         self.called.add(layer.index)
         if layer.index and run.stack.store_of(layer.index) != run.stack.store_of(layer.index - 1):
             run.store.flush()
+        call = self.call_of(layer)
+        result = run_module_layer(call, args, kwargs)
+        run.check_stored(layer.index, call.learn and call.recompute != "none", call.stored)
+        return result
+
+    def call_of(self, layer: OwnLayer) -> ModuleCall:
+        run = self.run
 
         def attention(shape: tuple[int, ...], kv_heads: int, asked: Asked) -> StagedAttention:
             self.attended.add(layer.index)
             return self._staged(shape, kv_heads, asked)
 
-        call = ModuleCall(
+        return ModuleCall(
             layer.module,
             layer.forward,
             layer.configs,
@@ -191,9 +198,6 @@ class _Running:
             run.store_of(layer.index),
             self.batch.fold,
         )
-        result = run_module_layer(call, args, kwargs)
-        run.check_stored(layer.index, call.learn and call.recompute != "none", call.stored)
-        return result
 
     def _staged(self, shape: tuple[int, ...], kv_heads: int, asked: Asked) -> StagedAttention:
         run, (rows, heads, tokens, size) = self.run, shape

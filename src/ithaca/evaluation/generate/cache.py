@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...engine.attention.interface import Rule
 from ...engine.comm import total
 from ...engine.mesh import Group, Mesh
 from ...engine.model.adapter import Layer
@@ -31,11 +32,54 @@ MERGE = 64  # new tokens that lie about singly
 
 
 @dataclass
-class LayerCache:
-    """What this rank holds of one layer: keys and values [K, n, D] of some tokens, and where those stand, [n, 1]."""
+class KeyCache:
+    """What this rank holds of one attention: keys and values [K, n, D] of some tokens, and where those stand, [n, 1]."""
 
-    layer: Layer
     parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    value_dim: int = 0  # told by whoever fills it: a rank may hold nothing
+
+    def attend(
+        self, q: Tensor, kv_heads: int, position: int, mesh: Mesh, rule: Rule, scale: float, *,
+        softcap: float | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """q [H, D] of the token at `position` -> attention over the keys of all ranks, [H, D of values]."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        queries = q.to(wide).unflatten(0, (kv_heads, -1))  # [K, g, D]
+        pieces = [
+            tuple(t[..., tile, :] for t in part) for part in self._parts() for tile in tiles(part[0].shape[1], CHUNK)
+        ]
+        top = queries.new_full((*queries.shape[:2], 1), -1e30)  # a rank may hold no key that is seen
+        scores = []
+        for keys, _, where in pieces:
+            score = queries @ keys.to(wide).transpose(1, 2) * scale  # [K, g, n]
+            score = score if softcap is None else softcap * torch.tanh(score / softcap)
+            score = score.masked_fill(~rule(torch.full_like(where[:, 0], position), where[:, 0]), float("-inf"))
+            scores.append(score)
+            top = torch.maximum(top, score.amax(-1, keepdim=True))
+        sink = None if sinks is None else sinks.to(wide).view(*queries.shape[:2], 1)
+        top = _largest(top if sink is None else torch.maximum(top, sink), mesh)
+        sums = queries.new_zeros(*queries.shape[:2], self.value_dim + 1)
+        for score, (_, values, _) in zip(scores, pieces, strict=True):
+            weights = (score - top).exp()
+            sums += torch.cat((weights @ values.to(wide), weights.sum(-1, keepdim=True)), -1)
+        sums = total(total(sums, mesh.ulysses), mesh.ring)
+        whole = sums[..., -1:] if sink is None else sums[..., -1:] + (sink - top).exp()
+        return (sums[..., :-1] / whole).flatten(0, 1).to(q.dtype)
+
+    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The prompt's, and one of all tokens since: those come one by one, and would be as many products."""
+        if len(self.parts) > MERGE:
+            keys, values, where = zip(*self.parts[1:], strict=True)
+            self.parts[1:] = [(torch.cat(keys, 1), torch.cat(values, 1), torch.cat(where))]
+        return self.parts
+
+
+class LayerCache(KeyCache):
+    """Of a layer whose heads are projected here."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(value_dim=layer.projector.head_dim)
+        self.layer = layer
 
     def add(self, x: Tensor, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
         """x: layer input [1, t, d] of the tokens to keep, at these positions [t]."""
@@ -62,35 +106,11 @@ class LayerCache:
         }
         return made.get("q"), made["k"], made["v"]
 
-    def attend(self, q: Tensor, position: int, mesh: Mesh) -> Tensor:
+    def answer(self, q: Tensor, position: int, mesh: Mesh) -> Tensor:
         """q [H, D] of the token at `position` -> attention over the keys of all ranks, [1, 1, H·D]."""
-        projector, wide = self.layer.projector, torch.promote_types(q.dtype, torch.float32)
-        queries = q.to(wide).unflatten(0, (projector.kv_heads, -1))  # [K, g, D]
-        pieces = [
-            tuple(t[..., tile, :] for t in part) for part in self._parts() for tile in tiles(part[0].shape[1], CHUNK)
-        ]
-        top = queries.new_full((*queries.shape[:2], 1), -1e30)  # a rank may hold no key that is seen
-        scores = []
-        for keys, _, where in pieces:
-            score = queries @ keys.to(wide).transpose(1, 2) * self.layer.scale  # [K, g, n]
-            if self.layer.window is not None:
-                score = score.masked_fill(position - where[:, 0] >= self.layer.window, float("-inf"))
-            scores.append(score)
-            top = torch.maximum(top, score.amax(-1, keepdim=True))
-        top = _largest(top, mesh)
-        sums = queries.new_zeros(*queries.shape[:2], projector.head_dim + 1)
-        for score, (_, values, _) in zip(scores, pieces, strict=True):
-            weights = (score - top).exp()
-            sums += torch.cat((weights @ values.to(wide), weights.sum(-1, keepdim=True)), -1)
-        sums = total(total(sums, mesh.ulysses), mesh.ring)
-        return (sums[..., :-1] / sums[..., -1:]).flatten()[None, None].to(q.dtype)
-
-    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The prompt's, and one of all tokens since: those come one by one, and would be as many products."""
-        if len(self.parts) > MERGE:
-            keys, values, where = zip(*self.parts[1:], strict=True)
-            self.parts[1:] = [(torch.cat(keys, 1), torch.cat(values, 1), torch.cat(where))]
-        return self.parts
+        layer = self.layer
+        out = self.attend(q, layer.projector.kv_heads, position, mesh, Rule(window=layer.window), layer.scale)
+        return out.flatten()[None, None]
 
 
 def _largest(value: Tensor, mesh: Mesh) -> Tensor:

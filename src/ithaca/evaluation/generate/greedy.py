@@ -18,6 +18,7 @@ from torch import Tensor
 from ...engine.batch import Batch
 from ...engine.comm import total
 from ...engine.layer.apply import run_layer
+from ...engine.model.adapter import Decoder
 from ...engine.model.projection import bind_linear
 from ...engine.model.rope import Positions, Rope
 from ...engine.own import OwnDecoder
@@ -25,6 +26,7 @@ from ...engine.request import Request
 from ...engine.run import Run
 from ...storage.state import at_rest
 from .cache import LayerCache
+from .own import OwnSession
 
 
 @torch.no_grad()
@@ -33,7 +35,8 @@ def generate(run: Run, prompt: Sequence[int], *, most: int, stop: Collection[int
     same prompt and gets the same tokens."""
     if not prompt or most < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens and {most} new ones: both must be at least 1")
-    session = Session(run, len(prompt) + most)
+    kind = OwnSession if isinstance(run.decoder, OwnDecoder) else Session
+    session = kind(run, len(prompt) + most)
     tokens = [session.prefill(prompt)]
     while len(tokens) < most and tokens[-1] not in stop:
         tokens.append(session.step(tokens[-1]))
@@ -46,10 +49,7 @@ class Session:
 
     def __init__(self, run: Run, longest: int) -> None:
         decoder = run.decoder
-        if isinstance(decoder, OwnDecoder):
-            raise ValueError(
-                f"{type(decoder.model).__name__} runs by its own code, which cannot generate here yet; export it to transformers"
-            )
+        assert isinstance(decoder, Decoder)
         self.run, self.decoder = run, decoder
         self.caches = [LayerCache(layer) for layer in decoder.layers]
         self.ropes: dict[str | None, Rope] = {
@@ -105,7 +105,7 @@ class Session:
                 assert q is not None
                 if owner:
                     cache.parts.append((k[0].transpose(0, 1), v[0].transpose(0, 1), where[:, None]))
-                return layer.after(x, cache.attend(q[0, 0], place, run.mesh))[0]
+                return layer.after(x, cache.answer(q[0, 0], place, run.mesh))[0]
 
             x = layer.module(x, Request(forward))
         return self._choose(x)

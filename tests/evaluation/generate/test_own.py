@@ -1,0 +1,49 @@
+"""Generation by a model's own code: the tokens of transformers' `generate`, on one rank and on four."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from ithaca.engine.model.shrink import TEXT, smallest
+from ithaca.engine.model.weights import randomize
+from ithaca.engine.parallelize import prepare
+from ithaca.evaluation.generate.greedy import generate
+from ithaca.stack import Stack
+
+MOST = 12
+# sinks and windows; a soft cap; keys that later layers share; values of another size
+KINDS = ["gpt_oss", "gemma2", "gemma4_text", "deepseek_v3"]
+
+
+def both(kind: str, stack: Stack, length: int) -> tuple[list[int], list[int]]:
+    """Ours, and transformers'."""
+    from transformers import AutoModelForCausalLM
+
+    config = smallest(kind)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    randomize(model, 3)
+    own = copy.deepcopy(model).eval()
+    own.generation_config.eos_token_id = None
+    run = prepare(model, stack, device="cpu")
+    prompt = torch.randint(0, TEXT, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    ours = generate(run, prompt, most=MOST)
+    theirs = own.generate(torch.tensor([prompt]), max_new_tokens=MOST, do_sample=False, pad_token_id=0)
+    return ours, theirs[0, length:].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_four_ranks(workers, kind: str):
+    results = workers.run(both, kind, Stack(ulysses=2, ring=2, tile=8), 61, world=4)
+    ours, theirs = results[0]
+    assert all(result[0] == ours for result in results)
+    assert ours == theirs and len(ours) == MOST
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_alone(length: int):
+    ours, theirs = both("smollm3", Stack(shard_parameters=False), length)
+    assert ours == theirs
