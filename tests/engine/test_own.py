@@ -15,6 +15,7 @@ from ithaca.engine.model.weights import randomize
 from ithaca.engine.own import OwnDecoder
 from ithaca.engine.parallelize import prepare
 from ithaca.stack import Stack
+from ithaca.verify.presets import add_lora
 
 IDS = torch.randint(0, TEXT, (2, 64), generator=torch.Generator().manual_seed(0))
 
@@ -108,6 +109,23 @@ def test_a_hook_that_mixes_tokens_is_refused(part: str):
     model.model.get_submodule(part).register_forward_hook(lambda module, inputs, output: output + output.roll(1, 1))
     with pytest.raises(ValueError, match=rf"with what its owner changed \(model.{part} .* has a hook .*off by"):
         prepare(model, Stack(shard_parameters=False), device="cpu")
+
+
+def test_a_hook_on_the_wrapper_of_adapters_is_refused():
+    model = add_lora(built("smollm3"), 0)
+    model.register_forward_hook(lambda module, inputs, output: output)
+    with pytest.raises(ValueError, match=r"the PEFT model .* has a hook"):
+        prepare(model, Stack(shard_parameters=False), device="cpu")
+
+
+def test_a_proof_leaves_the_callers_random_numbers_alone():
+    model = built("smollm3")
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    prepare(model, Stack(shard_parameters=False), device="cpu")
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_hook_that_comes_later_is_refused():

@@ -12,6 +12,7 @@ import torch
 from transformers import GraniteConfig, GraniteForCausalLM
 from transformers.models.granite import modeling_granite
 
+from ithaca.engine import proof as proof_module
 from ithaca.engine.model.shrink import smallest
 from ithaca.engine.parallelize import prepare
 from ithaca.engine.proof import kept_proof, parts_of, prove
@@ -57,6 +58,20 @@ def test_a_part_that_counts_its_tokens_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(modeling_granite.GraniteMLP, "forward", lambda self, x: own(self, x) * (x.shape[1] / 24))
     proof = prove(GraniteForCausalLM, smallest("granite"))
     assert not proof.exact
+
+
+def test_a_gradient_that_is_no_number_is_never_exact(monkeypatch: pytest.MonkeyPatch):
+    """And the ones compared after it do not make up for it."""
+    own = proof_module._errors
+    monkeypatch.setattr(proof_module, "_errors", lambda a, b: [("loss", float("nan")), *own(a, b)])
+    proof = prove(GraniteForCausalLM, smallest("granite"))
+    assert not proof.exact and proof.error == float("inf")
+
+
+def test_another_part_is_another_proof(cache: Path):
+    config, parts = smallest("granite"), {"GraniteMLP"}
+    assert kept_proof(GraniteForCausalLM, config, parts).exact
+    assert not kept_proof(GraniteForCausalLM, config, {*parts, "MambaMixer"}).exact
 
 
 def test_a_copy_that_lacks_a_part_proves_nothing():

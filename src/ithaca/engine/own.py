@@ -235,7 +235,7 @@ def read_own(model: nn.Module) -> OwnDecoder:
     if isinstance(inner, FSDPModule):
         raise ValueError(f"{kind} is sharded already; pass the model before fully_shard, prepare does it")
     config = inner.config.get_text_config()
-    problems = config_violations(config) + own_code_violations(inner) + lora_violations(model, inner)
+    problems = config_violations(config) + own_code_violations(model, inner) + lora_violations(model, inner)
     base, head, embedding = _below(inner), inner.get_output_embeddings(), inner.get_input_embeddings()
     if getattr(inner.config, "is_encoder_decoder", False):
         problems.append("it has an encoder, and only decoders can be trained here")

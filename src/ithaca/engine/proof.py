@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib import metadata
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def require_proof(decoder: OwnDecoder) -> Proof:
         proof = on_rank0(world_group(), lambda: kept_proof(type(model), model.config, parts_of(model)))
     if not proof.exact:
         raise ValueError(
-            f"{kind} has no arithmetic of its own here, and its own code with our attention was not exact when tried on a shrunk "
-            f"copy, so it is refused: {proof}"
+            f"{kind} has no arithmetic of its own here, and its own code with our attention was not exact when tried on a small "
+            f"copy, so it is refused: {proof}. docs/families.md says which models run, and why others do not"
         )
     decoder.tiles, decoder.wide_angles, decoder.norms = proof.tiles, proof.angles, tuple(proof.norms)
     log.info("%s by its own code: %s", kind, proof)
@@ -108,6 +109,14 @@ def prove_changed(model: nn.Module, changes: list[str]) -> Proof:
         why = f"it was changed ({said}), and a copy to prove that on would be too large or has no numbers yet; undo the change"
         return Proof(False, float("inf"), "", why)
     begin = time.perf_counter()
+    with _same_chance():
+        proof = _instance(model)
+    if not proof.exact:
+        proof = replace(proof, why=f"with what its owner changed ({said}) {proof}")
+    return replace(proof, seconds=round(time.perf_counter() - begin, 2))
+
+
+def _instance(model: nn.Module) -> Proof:
     try:
         copied = _try("it cannot be copied to be tried", lambda: copy.deepcopy(model).cpu().float().train())
         for config in configs_of(copied):
@@ -115,24 +124,21 @@ def prove_changed(model: nn.Module, changes: list[str]) -> Proof:
         ids = torch.randint(
             0, _text(model.config).vocab_size, (2, RANKS * TOKENS), generator=torch.Generator().manual_seed(0)
         )
-        proof = _worst(copied, ids, tiles=True)
+        return _worst(copied, ids, tiles=True)
     except Refused as error:
-        proof = Proof(False, float("inf"), "", str(error))
-    if not proof.exact:
-        proof = replace(proof, why=f"with what its owner changed ({said}) {proof}")
-    return replace(proof, seconds=round(time.perf_counter() - begin, 2))
+        return Proof(False, float("inf"), "", str(error))
 
 
 def parts_of(model: nn.Module) -> set[str]:
     """Classes of modules and names of parameters, whatever their number; adapters aside."""
     names = [name.replace(".base_layer", "") for name, _ in model.named_parameters() if ".lora_" not in name]
-    kinds = {type(m).__name__ for m in model.modules() if type(m).__module__.startswith("transformers.models.")}
-    return kinds | {re.sub(r"\d+", "N", name) for name in names}
+    plain = [m for name, m in model.named_modules() if ".lora_" not in name and not hasattr(m, "base_layer")]
+    return {type(module).__name__ for module in plain} | {re.sub(r"\d+", "N", name) for name in names}
 
 
 def kept_proof(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
     """As found in the cache, or made and kept there. parts: of the whole model; a copy that lacks one would prove nothing of it."""
-    path = _path(kind, config)
+    path = _path(kind, config, parts or set())
     if path is not None and path.exists():
         try:
             found = json.loads(path.read_text())
@@ -152,7 +158,7 @@ def kept_proof(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
     return proof
 
 
-def _path(kind: type, config: Any) -> Path | None:
+def _path(kind: type, config: Any, parts: set[str]) -> Path | None:
     try:
         folder = cache_folder(os.environ)
     except RuntimeError:
@@ -161,6 +167,7 @@ def _path(kind: type, config: Any) -> Path | None:
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "source": _source(inspect.getsourcefile(kind)),
         "config": config.to_json_string(use_diff=False),
+        "parts": sorted(parts),  # somebody may have put another one in
         "versions": [metadata.version(name) for name in ("torch", "transformers")],
         "ours": _ours(),
     }
@@ -241,7 +248,8 @@ def _worst(model: nn.Module, ids: Tensor, tiles: bool, ranks: tuple[int, ...] = 
                 "it cannot be run with our attention", partial(_engine, model, ids, documents, tiles, count), NotRun
             )
             for name, error in _errors(ours, theirs):
-                if not error <= worst.error:  # NaN is worst
+                error = inf if isnan(error) else error  # or every later one would seem larger, and be believed
+                if error > worst.error:
                     said = name if documents is None else f"{name}, packed documents"
                     worst = replace(worst, exact=error <= LIMIT, error=error, where=said)
     text = _text(model.config)

@@ -22,9 +22,9 @@ TILE = 2**14  # positions at a time: float64 takes four times the room of what i
 
 
 class Wide(TorchDispatchMode):
-    """Inside, float32 is float64. exact: what stands for buffers, by their identity."""
+    """Inside, float32 is float64. exact: buffers and what stands for them, by the identity of the buffer, which has to live on."""
 
-    def __init__(self, exact: dict[int, Tensor]) -> None:
+    def __init__(self, exact: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.exact = exact
 
@@ -36,7 +36,7 @@ class Wide(TorchDispatchMode):
 
     def _widen(self, t: Tensor) -> Tensor:
         if id(t) in self.exact:
-            return self.exact[id(t)]
+            return self.exact[id(t)][1]
         return t.double() if t.dtype is torch.float32 else t
 
 
@@ -49,7 +49,7 @@ class Angles:
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         # these look at the largest position that they are given
         self.by_length = bool(kinds & {"dynamic", "longrope"})
-        self.exact: dict[torch.device, dict[int, Tensor]] = {}
+        self.exact: dict[torch.device, dict[int, tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, x: Tensor, positions: Tensor, longest: int, wide: bool, *args: Any, **kwargs: Any) -> Any:
         """What the module says of this rank's positions, if the largest of all is `longest` - 1."""
@@ -76,12 +76,12 @@ class Angles:
         angles = self.forward(x, torch.cat((positions, last), -1), *args, **kwargs)
         return tree_map_only(Tensor, lambda t: t[:, :-1], angles)
 
-    def _frequencies(self, device: torch.device) -> dict[int, Tensor]:
+    def _frequencies(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
         if device not in self.exact:
             named = {name: buffer for name, buffer in self.module.named_buffers() if name.endswith("inv_freq")}
             found = {name: exact_frequencies(self.config, self.module, name, buffer) for name, buffer in named.items()}
             self.exact[device] = {
-                id(named[name]): value.to(device) for name, value in found.items() if value is not None
+                id(named[name]): (named[name], value.to(device)) for name, value in found.items() if value is not None
             }
         return self.exact[device]
 

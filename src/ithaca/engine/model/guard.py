@@ -181,10 +181,13 @@ def owner_changes(inner: nn.Module) -> list[str]:
     return changes
 
 
-def own_code_violations(inner: nn.Module) -> list[str]:
+def own_code_violations(model: nn.Module, inner: nn.Module) -> list[str]:
     """What cannot be kept where a model runs by its own code: functions that are replaced, compiled modules, parameters of another
-    kind."""
+    kind, and whatever hangs on PEFT's wrapper, which is not called."""
     problems = list(function_violations(inner))
+    if model is not inner:
+        for name, wrapper in (("the PEFT model", model), ("its base_model", getattr(model, "base_model", model))):
+            problems += _part_violations(name, wrapper)
     for name, module in inner.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             problems.append(f"{name} ({type(module).__name__}) was compiled; prepare the model without torch.compile")
