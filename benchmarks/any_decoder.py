@@ -90,9 +90,7 @@ def theirs(config: Any, ids: torch.Tensor, device: str, steps: int, attention: s
     return measured(step, device, steps)
 
 
-def ours(config: Any, ids: torch.Tensor, device: str, steps: int, engine: str) -> tuple[float, float]:
-    store = "host" if device == "cuda" else "gpu"
-    stack = Stack(engine=engine, heads_per_stage=8, store=store, shard_parameters=False)
+def ours(config: Any, ids: torch.Tensor, device: str, steps: int, stack: Stack) -> tuple[float, float]:
     run = ithaca.prepare(built(config, device, None), stack, device=device, dtype=torch.bfloat16)
     batch = run.shard(ids)
 
@@ -138,13 +136,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="shrunk: to see whether it runs")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--heads", type=int, help="of a stage; default: all together")
+    parser.add_argument("--tile", type=int, default=16384)
+    parser.add_argument("--alone", action="store_true", help="without Hugging Face")
     options = parser.parse_args()
     device = "cpu" if options.cpu else "cuda"
     for kind in options.kinds:
         config = config_of(kind, options.tiny, options.tokens)
         ids = torch.randint(0, config.vocab_size, (1, options.tokens), device=device)
         print(f"{kind}, {LAYERS[kind]} layers, {options.tokens:,} tokens", flush=True)
-        for attention in ("eager",) if options.tiny else ("sdpa", "flash_attention_2", "flex_attention", "eager"):
+        for attention in () if options.alone else ("eager",) if options.tiny else ("sdpa", "flash_attention_2", "flex_attention", "eager"):
             if kind == "gpt_oss" and attention != "eager":
                 try:
                     right = sinks_are_right(config, device, attention)
@@ -159,8 +160,11 @@ def main() -> None:
             if tried(name, partial(theirs, *given, attention), options.tokens):
                 break  # in the order of their speed
         for engine in ("module", *(["streamed"] if kind == "llama" else [])):
-            given = (config, ids, device, options.steps)
-            tried(f"ithaca, {engine}", partial(ours, *given, engine), options.tokens)
+            store = "gpu" if options.cpu else "host"
+            stack = Stack(
+                engine=engine, heads_per_stage=options.heads, tile=options.tile, store=store, shard_parameters=False
+            )
+            tried(f"ithaca, {engine}", partial(ours, config, ids, device, options.steps, stack), options.tokens)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "ithaca"
 _PAIRS = 4096
@@ -149,7 +150,8 @@ def mask(mask_function: Callable[..., Any], **_: Any) -> Rule | Unread:
     key = _key(mask_function)
     if key not in _rules:
         try:
-            _rules[key] = read_rule(mask_function)
+            with _disable_current_modes():  # in a dry run too it is numbers that answer
+                _rules[key] = read_rule(mask_function)
         except Unsupported as error:
             _rules[key] = Unread(str(error))
     return _rules[key]

@@ -333,10 +333,12 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
             yield [here, buffers, added]
         if not delivered and rank.projection_tile < rank.tokens:  # made with the first tile's gradient
             here["residual"] += dh
+        # from the third stage on dq comes home into one of the two buffers that are counted already
+        in_buffers = stage.q_sent if streamed and attention.overlaps and recompute != "none" and t > 1 else 0
         yield [
             here,
             buffers if attention.overlaps or attention.ulysses == 1 else {},
-            {"exchange": attention.delivered(t, untiled_graph), "attention": attention.departing(t)},
+            {"exchange": attention.delivered(t, untiled_graph) - in_buffers, "attention": attention.departing(t)},
             {"tile": tile_receive(rank, t, untiled_graph)},
             pieces,
         ]
