@@ -145,7 +145,13 @@ def main() -> None:
         config = config_of(kind, options.tiny, options.tokens)
         ids = torch.randint(0, config.vocab_size, (1, options.tokens), device=device)
         print(f"{kind}, {LAYERS[kind]} layers, {options.tokens:,} tokens", flush=True)
-        for attention in () if options.alone else ("eager",) if options.tiny else ("sdpa", "flash_attention_2", "flex_attention", "eager"):
+        for attention in (
+            ()
+            if options.alone
+            else ("eager",)
+            if options.tiny
+            else ("sdpa", "flash_attention_2", "flex_attention", "eager")
+        ):
             if kind == "gpt_oss" and attention != "eager":
                 try:
                     right = sinks_are_right(config, device, attention)

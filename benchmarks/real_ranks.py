@@ -104,7 +104,9 @@ def main() -> None:
         parser, "the stack of the ranks; default: ulysses of all, one head a stage, host store, streamed", older="field"
     )
     options = parser.parse_args()
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command line does: eight must fit together
+    os.environ.setdefault(
+        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+    )  # as the command line does: eight must fit together
     given, problems = read_stack(options, options.ranks)
     assert not problems, problems
     stack = Stack(**{**dict(ulysses=options.ranks, heads_per_stage=1, store="host", engine="streamed"), **given})

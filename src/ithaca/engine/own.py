@@ -71,6 +71,9 @@ class OwnDecoder:
     configs: list[Any]
     tiles: bool = True  # layers have parts that treat tokens alike, as a proof has shown
     tile: int | None = None
+    blank: float | None = (
+        None  # stands for what those parts made, when a layer runs again and nobody looks at it, as a proof has shown
+    )
     wide_angles: bool = True  # its rotary modules bear being computed in float64
     norms: tuple[str, ...] = ()  # classes of norms that are torch's own rms_norm, as a proof has shown
     running: Running | None = None
@@ -197,6 +200,7 @@ class Running:
             run.stack.recompute_of(layer.index),
             run.store_of(layer.index),
             self.batch.fold,
+            run.decoder.blank,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
     def _staged(self, shape: tuple[int, ...], kv_heads: int, asked: Asked) -> StagedAttention:

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib import metadata
-from math import inf, isnan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Proof:
     why: str = ""
     seconds: float = 0.0
     tiles: bool = True  # MLP and experts bear being run by tiles of tokens
+    unseen: bool = False  # no gradient depends on what they make, but through theirs
     dtype: str = "float32"
     angles: bool = True  # rotary modules bear being computed in float64
     norms: tuple[str, ...] = ()  # classes of norms that torch has one kernel for
@@ -97,6 +98,7 @@ def require_proof(decoder: OwnDecoder) -> Proof:
             f"copy, so it is refused: {proof}. docs/families.md says which models run, and why others do not"
         )
     decoder.tiles, decoder.wide_angles, decoder.norms = proof.tiles, proof.angles, tuple(proof.norms)
+    decoder.blank = 0.0 if proof.unseen else None
     log.info("%s by its own code: %s", kind, proof)
     return proof
 
@@ -252,9 +254,18 @@ def _worst(model: nn.Module, ids: Tensor, tiles: bool, ranks: tuple[int, ...] = 
                 if error > worst.error:
                     said = name if documents is None else f"{name}, packed documents"
                     worst = replace(worst, exact=error <= LIMIT, error=error, where=said)
+    if worst.exact and tiles:
+        worst = replace(worst, unseen=_unseen(model, ids))
     text = _text(model.config)
     angles = all(Angles(m, text).sound(text.hidden_size) for m in rotary_modules(model))
     return replace(worst, angles=angles, norms=plain_norms(model))
+
+
+def _unseen(model: nn.Module, ids: Tensor) -> bool:
+    """Whether NaN may stand for what tiled parts made when layers run again: it would be in every gradient that depends on it."""
+    kept, blank = (_engine(model, ids, None, True, RANKS, filled) for filled in (None, nan))
+    pairs = [(grad, blank.gradients[name]) for name, grad in kept.gradients.items()]
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
 
 @dataclass
@@ -288,9 +299,16 @@ def untouched(model: nn.Module, ids: Tensor, documents: list[list[int]] | None) 
     return Measured(loss.detach(), flat.detach(), {name: p.grad for name, p in model.named_parameters()})
 
 
-def _engine(model: nn.Module, ids: Tensor, documents: list[list[int]] | None, tiles: bool, ranks: int) -> Measured:
+def _engine(
+    model: nn.Module,
+    ids: Tensor,
+    documents: list[list[int]] | None,
+    tiles: bool,
+    ranks: int,
+    blank: float | None = None,
+) -> Measured:
     model = copy.deepcopy(model)
-    run = small_run(model, tiles)
+    run = small_run(model, tiles, blank)
     batch = folded(run.shard(ids, documents=documents), ranks)
     with torch.no_grad():
         logits = run.logits(batch)
@@ -299,12 +317,12 @@ def _engine(model: nn.Module, ids: Tensor, documents: list[list[int]] | None, ti
     return Measured(loss.detach(), logits.flatten(0, 1), {name: p.grad for name, p in model.named_parameters()})
 
 
-def small_run(model: nn.Module, tiles: bool = True) -> Run:
+def small_run(model: nn.Module, tiles: bool = True, blank: float | None = None) -> Run:
     """The module engine on one process, whatever group there is; with stages and tiles, so that they are part of what is proven."""
     alone, device = Group(1, 0, None), torch.device("cpu")
     stack = Stack(engine="module", heads_per_stage=1, tile=10, shard_parameters=False)
     store, decoder = GpuStore(device), read_own(model)
-    decoder.tiles, decoder.wide_angles = tiles, False  # the untouched model's are float32
+    decoder.tiles, decoder.blank, decoder.wide_angles = tiles, blank, False  # the untouched model's are float32
     return assemble(
         model, decoder, stack, Mesh(device, alone, alone, alone, alone, None), store=store, on_device=store,
         kernels=Kernels("auto"), loss_kernel=LossKernel(), dtype=next(model.parameters()).dtype, weights=None,

@@ -3,7 +3,9 @@
 Only the attention function is ours (attention/interface.py). Everything else, norms, projections, rotary embedding, experts,
 scales, hooks that somebody has put there, is the layer's own code on this rank's tokens. Forward runs it without a graph; what
 survives is its input, and with recompute="keep_attention" the attention output and log-sum-exp. Backward runs it again under
-autograd: where the layer comes to its attention it gets back what was kept, and no kernel runs twice.
+autograd: where the layer comes to its attention it gets back what was kept, and no kernel runs twice. A tiled MLP computes a tile
+again when its gradient is there, so what it made is not computed before that as well: it is kept too, or, where nobody looks at it
+(a residual is added, no norm follows; the proof tries that), zeros stand for it.
 
 q, k and v of this rank's tokens are whole here, unlike in the other engines, since we do not know how a layer makes its heads.
 Stages exchange and attend a few heads at a time all the same (attention/stages.py).
@@ -12,6 +14,7 @@ Stages exchange and attend a few heads at a time all the same (attention/stages.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +33,9 @@ from .heads import to_heads_first, to_tokens_first
 module_holds(__name__, "kept")
 
 Kept = tuple[Tensor, list[Tensor]]  # an attention's output [B, s, H, D] and the lse of each stage
+_call: ContextVar[ModuleCall | None] = ContextVar(
+    "call", default=None
+)  # the layer that is being computed, in this thread
 
 
 @dataclass
@@ -43,11 +49,14 @@ class ModuleCall:
     recompute: str
     store: Store
     fold: int = 1  # rows that stand for ranks, in a proof
+    blank: float | None = None  # stands for what tiled parts made, when the layer runs again; None: it is kept
     learn: bool = True
     stored: bool = False
-    keeping: bool = False  # what attention makes goes to `kept`
+    keeping: bool = False  # what attention makes goes to `kept`, what tiled parts make to `made`
     kept: list[Kept] = field(default_factory=list)
+    made: list[list[Any] | None] = field(default_factory=list)
     replay: list[Kept] | None = None
+    remade: list[list[Any] | None] = field(default_factory=list)
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
@@ -65,9 +74,27 @@ class ModuleCall:
         assert isinstance(out, Tensor)
         return _unfold(out[..., :width], self.fold)
 
+    def keep_made(self, made: list[Any]) -> None:
+        """What a tiled part returned; None stands for what must be computed again."""
+        if not all(isinstance(t, Tensor) for t in made):
+            self.made.append(None)
+        else:
+            self.made.append(made if self.blank is None else [(t.shape, t.dtype) for t in made])
+
+    def made_before(self, device: torch.device) -> list[Any] | None:
+        """What the next tiled part returned when the layer ran first."""
+        made = self.remade.pop(0) if self.remade else None
+        if made is None or self.blank is None:
+            return made
+        return [torch.full(shape, self.blank, dtype=dtype, device=device) for shape, dtype in made]
+
     def run(self, args: Any, kwargs: Any) -> Any:
-        with attending(self.configs), current(self.attend):
-            return self.forward(*args, **kwargs)
+        token = _call.set(self)
+        try:
+            with attending(self.configs), current(self.attend):
+                return self.forward(*args, **kwargs)
+        finally:
+            _call.reset(token)
 
 
 class _Heads:
@@ -147,14 +174,17 @@ class ModuleLayer(torch.autograd.Function):
         call.keeping = False
         ctx.mark_non_differentiable(*(t for t in flat if isinstance(t, Tensor) and not t.is_floating_point()))
         kept = [t for out, lses in call.kept for t in (out, *lses)]
-        ctx.shape = [len(lses) for _, lses in call.kept]
+        ctx.shape, ctx.made = [len(lses) for _, lses in call.kept], call.made
+        if call.blank is None:  # they go to the store, and only their number stays
+            kept += [t for made in call.made for t in made or ()]
+            ctx.made = [None if made is None else len(made) for made in call.made]
         ctx.handle, ctx.call, ctx.inputs, call.stored = (
             call.store.put([*inputs.stored(tensors), *kept]),
             call,
             inputs,
             True,
         )
-        call.kept = []
+        call.kept, call.made = [], []
         inputs.outputs = spec
         return tuple(flat)
 
@@ -169,9 +199,12 @@ class ModuleLayer(torch.autograd.Function):
         ]
         if call.recompute == "keep_attention":
             call.replay = [(kept.pop(0), [kept.pop(0) for _ in range(count)]) for count in ctx.shape]
+            call.remade = ctx.made
+            if call.blank is None:
+                call.remade = [None if n is None else [kept.pop(0) for _ in range(n)] for n in ctx.made]
         with torch.enable_grad():
             flat, _ = tree_flatten(inputs.call(call, leaves))
-        assert not call.replay, "the layer attended less often than in its forward"
+        assert not call.replay and not call.remade, "the layer did less than in its forward"
         pairs = [
             (t, g)
             for t, g in zip(flat, grads, strict=True)
@@ -245,13 +278,18 @@ class TiledModule(torch.autograd.Function):
     def forward(ctx, x: Tensor, forward: Callable[[Tensor], Any], tile: int, *parameters: Tensor):
         ctx.forward, ctx.tile, ctx.parameters = forward, tile, parameters
         ctx.save_for_backward(x)
-        results = [forward(x[:, part].contiguous()) for part in tiles(x.shape[1], tile)]
-        if isinstance(results[0], Tensor):
-            return torch.cat(results, 1)
-        first, *others = zip(*results, strict=True)
-        rest = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in others]
-        ctx.mark_non_differentiable(*(t for t in rest if isinstance(t, Tensor)))
-        return torch.cat(first, 1), *rest
+        call = _call.get()
+        made = None if call is None else call.made_before(x.device)
+        if made is None:
+            results = [forward(x[:, part].contiguous()) for part in tiles(x.shape[1], tile)]
+            several = [(result,) if isinstance(result, Tensor) else result for result in results]
+            first, *others = zip(*several, strict=True)
+            rest = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in others]
+            made = [torch.cat(first, 1), *rest]
+            if call is not None and call.keeping:
+                call.keep_made(made)
+        ctx.mark_non_differentiable(*(t for t in made[1:] if isinstance(t, Tensor)))
+        return made[0] if len(made) == 1 else tuple(made)
 
     @staticmethod
     def backward(ctx, dy: Tensor, *_: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
