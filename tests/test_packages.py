@@ -24,6 +24,7 @@ ORDER = (
     "evaluation",
     "verify",
     "training",
+    "integrations",
     "cli",
 )
 # Inside the engine: an order of its own.

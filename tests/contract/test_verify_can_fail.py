@@ -99,9 +99,9 @@ def mean_of_the_means_of_ranks() -> Iterator[None]:
     """Every rank divides by its own count: ranks with few supervised tokens weigh too much."""
     plain = Run._local_loss
 
-    def local(self, batch, count, terms):
+    def local(self, batch, count, *rest):
         mine = max(int((batch.labels != -100).sum()), 1) * self.mesh.world.size
-        return plain(self, batch, mine, terms)
+        return plain(self, batch, mine, *rest)
 
     with patch.object(Run, "_local_loss", local):
         yield

@@ -99,12 +99,19 @@ class Run:
     # -- computation --------------------------------------------------------------------------------------------------
 
     def loss(
-        self, batch: Batch, *, supervised: int | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        batch: Batch,
+        *,
+        supervised: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        balance: float | None = None,
     ) -> Tensor:
         """The global mean loss, the same on every rank.
 
         supervised: divide by this count instead of the batch's own. For accumulation, pass the sum of `batch.supervised` over
         the micro-batches: the losses then add up to the mean over all of them, and so do the gradients.
+        balance: weight of this batch in the router's balance loss; None = its share of `supervised`.
         """
         count = batch.supervised if supervised is None else supervised
         terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
@@ -116,7 +123,7 @@ class Run:
             )
         require(problems, "this loss cannot be computed")
         self.busy = True
-        local_loss: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms)))
+        local_loss: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms, balance)))
         self.busy = False
         self.part = local_loss.detach()
         if torch.is_grad_enabled() and not local_loss.requires_grad:
@@ -184,7 +191,7 @@ class Run:
         )
 
     @holds("loss")
-    def _local_loss(self, batch: Batch, count: int, terms: LossTerms) -> Tensor:
+    def _local_loss(self, batch: Batch, count: int, terms: LossTerms, balance: float | None) -> Tensor:
         x, routing = self._hidden(batch)
         faults.reach("fwd")
         if faults.armed() and x.requires_grad:
@@ -214,7 +221,8 @@ class Run:
 
         loss = self.decoder.head(x, Request(compute))
         if routing:
-            loss = loss + self._balance_loss(routing, batch) * (batch.supervised / count)
+            share = batch.supervised / count if balance is None else balance
+            loss = loss + self._balance_loss(routing, batch) * share
         return faults.spoil(loss)
 
     @holds("loss")

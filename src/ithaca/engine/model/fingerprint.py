@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .guard import called, function_violations, hook_name, is_known_hook, plain_config, settings, settled
+from .guard import accelerated, called, function_violations, hook_name, is_known_hook, plain_config, settings, settled
 from .projection import adapter_violation
 from .tokenwise import HOOKS, Stand, mixing, sample
 
@@ -140,7 +140,11 @@ class Fingerprint:
     def _module_changes(self, noted: _Noted) -> Iterator[str]:
         name, module = noted.name, noted.module
         kind = type(module).__name__
-        for what in noted.changes():
+        changes = noted.changes()
+        if "forward" in changes and (by_accelerate := accelerated(module)):
+            changes.remove("forward")
+            yield f"{name} ({kind}) {by_accelerate}"
+        for what in changes:
             yield f"{name} ({kind}) has another {what} than when the model was prepared; {_AGAIN}"
         added = noted.new_hooks()
         hooks = [getattr(module, table)[key] for table, keys in added.items() for key in keys]

@@ -213,7 +213,9 @@ def _part_violations(name: str, module: nn.Module, built: nn.Module | None = Non
         yield f"{name} is a {kind.__module__}.{kind.__name__} with a forward of its own, which would not be called; {_REMEDY}"
     elif problem := patched(kind):
         yield f"{name}: {problem}, which would not be called; {_REMEDY}"
-    if "forward" in vars(module):
+    if by_accelerate := accelerated(module):
+        yield f"{name} ({kind.__name__}) {by_accelerate}"
+    elif "forward" in vars(module):
         yield f"{name} ({kind.__name__}) has a forward that is not transformers' own, which would not be called; {_REMEDY}"
     if getattr(module, "_compiled_call_impl", None) is not None:
         yield f"{name} ({kind.__name__}) was compiled; prepare the model without torch.compile"
@@ -224,6 +226,16 @@ def _part_violations(name: str, module: nn.Module, built: nn.Module | None = Non
                     f"{name} ({kind.__name__}) has a hook ({hook_name(hook)}), which would not be called as in the untouched "
                     "model; remove it (hooks on norms, MLP, o_proj and the embedding work)"
                 )
+
+
+def accelerated(module: nn.Module) -> str | None:
+    """What Accelerate did to a module's forward, in words; None if nothing."""
+    if "_original_forward" not in vars(module):
+        return None
+    return (
+        "runs under Accelerate's autocast (accelerator.prepare(model), mixed_precision), and backward would compute again in "
+        "another dtype; do not give the model to accelerator.prepare, and choose the compute dtype with prepare(dtype=...)"
+    )
 
 
 def _parameter_violations(name: str, parameter: Tensor) -> Iterator[str]:

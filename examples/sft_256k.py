@@ -1,0 +1,24 @@
+"""TRL's SFTTrainer at 256K tokens (docs/trainers.md): torchrun --nproc-per-node 8 examples/sft_256k.py MODEL DATA.jsonl FOLDER"""
+
+import os
+import sys
+
+from datasets import load_dataset
+from trl import SFTConfig
+
+from ithaca import Stack
+from ithaca.integrations import SFTTrainer
+
+
+def main() -> None:
+    model, data, folder = sys.argv[1:4]
+    stack = Stack(ulysses=int(os.environ["WORLD_SIZE"]), recompute="keep_attention", store="host", tile=4096)
+    args = SFTConfig(folder, max_length=262_144, packing=True, per_device_train_batch_size=1, save_total_limit=2)
+    rows = load_dataset("json", data_files=data, split="train")
+    trainer = SFTTrainer(model, args, train_dataset=rows, stack=stack)
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()
