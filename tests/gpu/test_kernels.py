@@ -9,6 +9,7 @@ from ithaca.base.kernels import SCORES
 from ithaca.engine.attention.backends import BACKENDS
 from ithaca.engine.attention.choice import Kernels, Need
 from ithaca.engine.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
+from ithaca.engine.attention.sinks import sink_gradient, with_sink
 from ithaca.engine.sequence import Layout, document_bounds
 
 from ..engine.attention.masks import distance, plain_attention, visible
@@ -204,6 +205,29 @@ def test_values_of_another_size_and_chunks(name, size, value_dim, window, chunk)
     tokens = torch.arange(513)
     seen = visible(tokens, tokens, bounds[0], window, chunk)[None]
     compare(made, tensors(1, 6, 2, 513, size, value_dim), plan, seen)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("lengths", [None, [300, 1, 212]], ids=["one", "packed"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_sinks(name, lengths, window):
+    """One more column of scores, which has no value. A document of one token sees nothing but itself and the sink."""
+    made = kernel(name, 64, window is not None)
+    bounds = None if lengths is None else [document_bounds(lengths, 513)]
+    plan = plan_segments([(0, 513)], [(0, 513)], bounds, window, torch.device("cuda", 0))
+    q, k, v, dout = tensors(1, 6, 2, 513, 64)
+    sink, tokens = torch.linspace(-3.0, 4.0, 6, device="cuda").bfloat16(), torch.arange(513)
+    seen = visible(tokens, tokens, bounds and bounds[0], window).cuda()
+    leaves = [t.double().requires_grad_() for t in (q, k, v, sink)]
+    scores = (leaves[0] @ leaves[1].repeat_interleave(3, 1).mT / 8).masked_fill(~seen, -torch.inf)
+    scores = torch.cat([scores, leaves[3][:, None, None].expand(1, 6, 513, 1)], -1)
+    right = scores.softmax(-1)[..., :-1] @ leaves[2].repeat_interleave(3, 1)
+    grads = torch.autograd.grad(right, leaves, dout.double())
+    out, lse = with_sink(*attend(made, q, k, v, plan, 0.125), sink)
+    assert distance(out, right.detach()) < LIMIT
+    ours = *attend_backward(made, dout, q, k, v, out, lse, plan, 0.125), sink_gradient(dout, out, lse, sink)
+    for mine, theirs in zip(ours, grads, strict=True):
+        assert distance(mine, theirs) < LIMIT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
