@@ -222,6 +222,7 @@ def test_sinks(name, lengths, window):
     scores = (leaves[0] @ leaves[1].repeat_interleave(3, 1).mT / 8).masked_fill(~seen, -torch.inf)
     scores = torch.cat([scores, leaves[3][:, None, None].expand(1, 6, 513, 1)], -1)
     right = scores.softmax(-1)[..., :-1] @ leaves[2].repeat_interleave(3, 1)
+    dout = (dout + 3 * right.detach()).bfloat16()  # a sink's gradient is a sum over tokens: let it not be one of noise
     grads = torch.autograd.grad(right, leaves, dout.double())
     out, lse = with_sink(*attend(made, q, k, v, plan, 0.125), sink)
     assert distance(out, right.detach()) < LIMIT
