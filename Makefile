@@ -25,7 +25,7 @@ test: lint
 
 # The long version of tests/faults: 4 ranks, every point, 50 random kills. About 6 minutes on 2 cores that are otherwise idle.
 faults: setup
-	ITHACA_FAULTS=long $(BIN)/python -m pytest -q -s --timeout=3600 tests/faults tests/storage/test_faults.py
+	ITHACA_FAULTS=long $(BIN)/python -m pytest -q -s --timeout=3600 tests/faults tests/storage/test_faults.py tests/base/test_workers.py
 
 # The long version of tests/fuzz: 5,000 seeded cases over every verb, setting and received file, 100 of them as real commands.
 # 8 minutes on 2 cores; ITHACA_FUZZ_SEED=7 makes others.

@@ -25,6 +25,9 @@ from ithaca.base.processes.rank import Failure
 from ..waiting import wait_until
 
 NEVER = 1e6  # seconds: nothing in a test takes so long
+LONG = pytest.mark.skipif(
+    os.environ.get("ITHACA_FAULTS") != "long", reason="workers that import torch one by one, 20 s each: make faults"
+)
 
 
 def pid() -> int:
@@ -275,6 +278,7 @@ def test_a_worker_that_died_between_runs_is_replaced(workers: Workers) -> None:
     assert workers.run(sum_of_ranks, world=2) == [1.0, 1.0]
 
 
+@LONG
 def test_the_death_of_the_template_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ithaca.base.processes.pool
     monkeypatch.setattr(pool, "_template", None)
@@ -294,6 +298,7 @@ def test_the_death_of_the_template_is_survived(monkeypatch: pytest.MonkeyPatch) 
     template.close()
 
 
+@LONG
 def test_without_a_template_workers_are_started_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:
     template = ithaca.base.processes.pool.Template([sys.executable, "-c", "raise ImportError('no such module')"])
     with pytest.MonkeyPatch.context() as patch, Workers(2) as own:

@@ -278,6 +278,7 @@ sys.exit(main(sys.argv[1:]))
 first it may be on its way into it: a sign of life is the line of code, then the time."""
 
 
+@pytest.mark.skipif(not LONG, reason="a run of its own, 20 s: make faults")
 def test_a_run_of_one_process_notices_that_it_hangs(tmp_path: Path):
     """F20: nobody else is there to."""
     settings = ["data.context=64", "train.steps=3", "train.warmup=1", "launch.cpu=1", "stack.ulysses=1", "stack.ring=1"]

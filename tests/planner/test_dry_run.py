@@ -156,11 +156,10 @@ def test_a_thread_of_autograd_is_told_by_who_waits_for_it():
 STACKS = [
     Stack(),
     Stack(engine="composed", recompute="none", tile=None),
-    Stack(engine="composed", recompute="layer", tile=1024),
     Stack(heads_per_stage=2, tile=1024, recompute=("layer", "keep_attention", "layer")),
 ]
 if LONG:
-    STACKS.append(Stack(heads_per_stage=1, tile=512))
+    STACKS += [Stack(heads_per_stage=1, tile=512), Stack(engine="composed", recompute="layer", tile=1024)]
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=str)
