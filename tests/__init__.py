@@ -14,6 +14,9 @@ from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["ITHACA_LINKS"] = ""  # plans of tests are those of any machine
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # a mistyped path may look like a name on the Hub; tests of names have one of their own
+)
 
 SLOW = ("mm", "bmm", "addmm", *(f"_scaled_dot_product_flash_attention_for_cpu{which}" for which in ("", "_backward")))
 

@@ -128,7 +128,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["verify", "llama3", "--world", "two"], ["--world", "invalid int value: 'two'"]),
         (["verify"], ["no model given", "llama3", "--matrix"]),
-        (["verify", "llama9"], ["'llama9' is neither a folder nor a preset", *PRESETS, "not downloaded"]),
+        (["verify", "llama9"], ["'llama9' is neither a folder nor a preset", *PRESETS, "owner/name"]),
         (["verify", "llama3", "--length", "1"], ["--length 1 is too short", "at least 2"]),
         (["verify", "llama3", "--world", "3", "--ulysses", "2"], ["world size 3 is not a multiple of", "= 2"]),
         (["verify", "llama3", "--ulysses", "0"], ["ulysses=0", "at least 1"]),

@@ -140,7 +140,7 @@ def test_what_is_not_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / name).mkdir()
     (tmp_path / "a.jsonl").write_text("{}\n")
     assert missing(config) == [
-        f"model.folder={str(model)!r} has no config.json; name a Hugging Face folder. Nothing is downloaded"
+        f"model.folder={str(model)!r} has no config.json; name a Hugging Face folder, or a model on the Hub (owner/name)"
     ]
     (model / "config.json").write_text("{}")
     assert missing(config) == []

@@ -182,8 +182,8 @@ checkpoint: {keep_last: 0}
 
 def test_what_is_missing_is_said_with_its_meaning():
     assert mistakes("") == [
-        "model.folder is missing: a Hugging Face folder (config.json, safetensors, tokenizer), or the name of a preset such as "
-        "tiny_llama. Nothing is downloaded.",
+        "model.folder is missing: a Hugging Face folder (config.json, safetensors, tokenizer), the name of a preset such as "
+        "tiny_llama, or of a model on the Hub: owner/name, owner/name@revision (docs/hub.md).",
         "data.context is missing: tokens in a row: the length trained at.",
         "train.steps is missing: optimizer steps of the whole run.",
         "there is nothing to train on: give data.sources (files, or synthetic: recall), or data.packed (a folder made by "

@@ -72,8 +72,8 @@ def stack_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], dict[str,
     def trained(config: Any, *_: Any, **__: Any) -> None:
         raise Arrived(vars(config.stack.chosen))
 
+    monkeypatch.setattr("ithaca.planner.ladder.ladder", planned)  # before the next, which it imports
     monkeypatch.setattr("ithaca.planner.search.plan", planned)
-    monkeypatch.setattr("ithaca.planner.ladder.ladder", planned)
     monkeypatch.setattr("ithaca.training.preflight.check_run", trained)
     monkeypatch.setattr(ithaca.base.processes.pool, "Workers", Workers)
 

@@ -62,6 +62,11 @@ class RunFolder:
         return self.path / "checked.json"
 
     @property
+    def hub(self) -> Path:
+        """Which commits the run's names on the Hub stand for: a resume goes on with those."""
+        return self.path / "hub.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -164,7 +169,7 @@ class RunFolder:
 
     def _sweep(self) -> None:
         """Remove what processes left that were killed while they replaced a file. With the folder held, nobody is at it."""
-        for path in (self.config, self.plan, self.status, self.checked, self.evaluations / "step-*.json"):
+        for path in (self.config, self.plan, self.status, self.checked, self.hub, self.evaluations / "step-*.json"):
             remove_halves(path)
 
     def holder(self) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ def add_ask(verbs: Any) -> None:
 
 
 def run_ask(options: argparse.Namespace) -> int:
-    from ..evaluation.generate.command import tokenizer_folder
+    from ..evaluation.generate.command import require_tokenizer
     from ..evaluation.generate.prompt import read_text
     from ..evaluation.opening import find_model
     from ..training.launch import start
@@ -44,7 +44,7 @@ def run_ask(options: argparse.Namespace) -> int:
     if options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: an answer has at least one")
     opened = find_model(options.source, overrides)
-    tokenizer_folder(opened.config)  # said now, not by every worker
+    require_tokenizer(opened.config)  # said now, not by every worker
     text = None if options.file is None else read_text(options.file)
 
     def ask_here(config: Any) -> int:

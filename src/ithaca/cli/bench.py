@@ -61,7 +61,10 @@ def add_bench(verbs: Any) -> None:
     )
     parser.set_defaults(run=run_bench)
     parser.add_argument(
-        "model", nargs="?", default="llama3_8b", help="a preset, or a folder with config.json (default %(default)s)"
+        "model",
+        nargs="?",
+        default="llama3_8b",
+        help="a preset, a folder with config.json, or owner/name (default %(default)s)",
     )
     parser.add_argument(
         "--contexts", default=CONTEXTS, help="tokens of a row, comma between them (default %(default)s)"

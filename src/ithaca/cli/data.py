@@ -12,7 +12,8 @@ _PACK = """\
 Turns documents into token ids on disk, in parallel, before any training starts. Packing the same again does nothing;
 packing something else into the same folder is refused.
 
-FILES are files, folders or globs of .jsonl, .parquet, .txt (.md, .rst) or .npy, a saved Hugging Face dataset, or hf:OWNER/NAME.
+FILES are files, folders or globs of .jsonl, .parquet, .txt (.md, .rst) or .npy, a saved Hugging Face dataset, or files of a dataset
+on the Hub: hf:OWNER/NAME, hf:OWNER/NAME@REVISION/data/*.parquet. A tokenizer may be on the Hub too: OWNER/NAME.
 What a record is follows from its columns: text; messages (a chat); prompt and completion; input_ids. Or give a run's
 YAML file, whose data section says all this.
 
@@ -21,6 +22,7 @@ examples:
   ithaca data pack 'logs/*.jsonl' --column text=body --tokenizer ./Llama-3.1-8B --out packed
   ithaca data pack chats.parquet --tokenizer ./Qwen3-8B --chat-template training.jinja --out packed
   ithaca data pack ids.npy --vocabulary 128256 --out packed
+  ithaca data pack hf:HuggingFaceTB/cosmopedia/data/stories/*.parquet --tokenizer Qwen/Qwen3-8B --out packed
   ithaca data pack run.yaml
 """
 _INSPECT = """\
@@ -41,13 +43,15 @@ def add_data(verbs: Any) -> None:
     pack.set_defaults(run=run_pack)
     pack.add_argument("files", nargs="+", metavar="FILES", help="what to pack, or the YAML file of a run")
     pack.add_argument("--out", help="folder to make (default with a YAML file: its data.packed)")
-    pack.add_argument("--tokenizer", help="folder of the tokenizer (default with a YAML file: what it says)")
+    pack.add_argument(
+        "--tokenizer", help="folder of the tokenizer, or owner/name (default with a YAML file: what it says)"
+    )
     pack.add_argument("--format", default="auto", help="jsonl, parquet, txt, tokens or datasets (default: by name)")
     pack.add_argument("--kind", help="text, chat, completion or tokens (default: by the columns)")
     pack.add_argument(
         "--column", action="append", default=[], metavar="NAME=COLUMN", help="what a column is called in the data"
     )
-    pack.add_argument("--split", help="split of a Hugging Face dataset (default: train)")
+    pack.add_argument("--split", help="split of a Hugging Face dataset (default: train, where there is one)")
     pack.add_argument("--vocabulary", type=int, metavar="N", help="for token ids without a tokenizer: ids are 0 to N-1")
     pack.add_argument(
         "--eos",
@@ -146,10 +150,11 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
     from ..base.files import read_text
     from ..base.units import parse_tokens
     from ..config import load
+    from ..data.fetch import fetch_model
     from ..data.samples import encoding
     from ..data.source import sources_of
 
-    config = load(options.files[0]).config
+    config = fetch_model(load(options.files[0]).config, weights=False)
     sources, data = sources_of(config.data.sources), config.data
     out = options.out or data.packed
     if not sources:
@@ -208,10 +213,11 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def _decoder(packed: Any, folder: str | None) -> Any:
     """A tokenizer for the sample: one that was given, and fits, or the one in the folder."""
+    from ..base.hub import fetch
     from ..data.tokenizer import check_tokenizer, load_tokenizer
 
     if folder is not None:
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(fetch(folder, "tokenizer"))
         check_tokenizer(packed, tokenizer, folder)
         return tokenizer
     own = packed.folder / "tokenizer"

@@ -69,7 +69,7 @@ def _quoted(text: str) -> str:
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a checkpoint or a Hugging Face folder"
+        "source", metavar="RUN_OR_FOLDER", type=Path, help="a run, a checkpoint, a Hugging Face folder, or owner/name"
     )
     parser.add_argument("--cpu", type=int, default=None, metavar="N", help="on the CPU with N workers")
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")

@@ -11,12 +11,13 @@ Writes the model of a run's newest checkpoint, or of the checkpoint you name, as
 generation settings and tokenizer. A LoRA run becomes a PEFT adapter folder, or with --merge a whole model.
 
 Needs no GPU, and memory for one parameter. The checkpoint is verified first, and a tensor with numbers that are not finite, in the
-checkpoint or in the dtype written, is refused. OUT must not exist.
+checkpoint or in the dtype written, is refused. OUT must not exist. With --push the folder then goes to the Hub, as your model.
 
 examples:
   ithaca export runs/mine exported
   ithaca export runs/mine/checkpoints/step-400 exported --dtype fp32
   ithaca export runs/lora merged --merge --base models/llama
+  ithaca export runs/mine exported --push my-name/my-model --private
 """
 
 
@@ -39,9 +40,15 @@ def add_export(verbs: Any) -> None:
         default=None,
         help="LoRA: the base with adapters added in, not an adapter folder (default: as the run's config says)",
     )
-    parser.add_argument("--base", type=Path, help="LoRA with --merge: folder of the base model (default: the run's)")
-    parser.add_argument("--tokenizer", type=Path, help="folder with the tokenizer (default: the run's)")
+    parser.add_argument(
+        "--base", help="LoRA with --merge: folder of the base model, or owner/name (default: the run's)"
+    )
+    parser.add_argument("--tokenizer", help="folder with the tokenizer, or owner/name (default: the run's)")
     parser.add_argument("--shard-size", default="5GB", help="largest file (default: 5GB)")
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="upload the folder to the Hub, where its old weights are replaced"
+    )
+    parser.add_argument("--private", action="store_true", help="with --push: a new repository is for you alone")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
 
 
@@ -49,7 +56,12 @@ def _export(options: argparse.Namespace) -> int:
     from ..base.exits import Failed
     from ..storage.export import find_checkpoint
     from ..storage.files import CheckpointError, newest
+    from ..storage.push import check_push
 
+    if options.private and options.push is None:
+        raise ValueError("--private says how to --push, and nothing is pushed; give --push OWNER/NAME too")
+    if options.push is not None:
+        check_push(options.push, private=options.private)  # before the work
     try:
         return newest(
             lambda: find_checkpoint(options.source), lambda path: _carry_out(options, path), named=options.source
@@ -61,23 +73,34 @@ def _export(options: argparse.Namespace) -> int:
 def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
     import torch
 
+    from ..base.hub import find_name
+    from ..base.hub import folder as folder_of
     from ..base.units import parse_room
     from ..storage.export import export_checkpoint
     from ..storage.files import read_state
+    from ..storage.push import push
 
-    for name, folder in (("tokenizer", options.tokenizer), ("base", options.base)):
-        if folder is not None and not folder.is_dir():
-            raise ValueError(f"--{name} {folder} is not a folder; name that of a local model")
-    if options.tokenizer is not None and not any(options.tokenizer.glob("tokenizer*")):
-        raise ValueError(f"--tokenizer {options.tokenizer} has no tokenizer in it; name a folder with tokenizer.json")
     record = read_state(checkpoint)
     config = _run_config(checkpoint)
     lora = None if config is None else config.model.lora
     merge = options.merge if options.merge is not None else lora is not None and lora.merge_on_export
-    tokenizer = options.tokenizer or _tokenizer(config, record["model"]["name_or_path"])
-    base = options.base
-    if base is None and config is not None and lora is not None and Path(config.model.folder).is_dir():
-        base = Path(config.model.folder)
+    named = {"tokenizer": options.tokenizer, "base": options.base}
+    parts = {"tokenizer": "tokenizer", "base": "model" if merge else "config"}
+    given = {name: folder_of(text, parts[name]) for name, text in named.items() if text is not None}
+    for name, folder in given.items():
+        if not folder.is_dir():
+            raise ValueError(f"--{name} {named[name]} is not a folder; name that of a local model, or owner/name")
+    tokenizer, base = given.get("tokenizer"), given.get("base")
+    if tokenizer is not None and not any(tokenizer.glob("tokenizer*")):
+        raise ValueError(f"--tokenizer {options.tokenizer} has no tokenizer in it; name a folder with tokenizer.json")
+    tokenizer = tokenizer or _tokenizer(config, record["model"]["name_or_path"])
+    if base is None and config is not None and lora is not None:
+        named_base = find_name(config.model.folder)
+        fetched = (
+            merge and named_base is not None and named_base.is_pinned
+        )  # else a path, which may have been elsewhere then
+        base = folder_of(config.model.folder, "model") if fetched else config.model.path
+        base = base if base.is_dir() else None
     export_checkpoint(
         checkpoint,
         options.out,
@@ -91,6 +114,9 @@ def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
     print(f"wrote {what} of step {record['step']} to {options.out} in {options.dtype}")
     if not any(options.out.glob("*token*")):
         print("no tokenizer was found beside the model; copy its files, or export again with --tokenizer FOLDER")
+    if options.push is not None:
+        message = f"{what} of step {record['step']}, by ithaca export"
+        print(f"pushed to {push(options.out, options.push, private=options.private, message=message)}")
     return 0
 
 
@@ -106,6 +132,19 @@ def _run_config(checkpoint: Path) -> Any:
 
 
 def _tokenizer(config: Any, model: str) -> Path | None:
+    """Of the run. One on the Hub that has gone, or is out of reach, costs the tokenizer and not the export."""
+    from ..base.hub import find_name, local
+    from ..base.hub import folder as folder_of
+
     named = [config.data.tokenizer, config.model.folder] if config is not None else []
-    folders = [Path(name) for name in (*named, model) if name]
-    return next((folder for folder in folders if any(folder.glob("tokenizer*"))), None)
+    for name in filter(None, (*named, model)):
+        pinned = find_name(name)
+        folder = local(name)
+        if pinned is not None and pinned.is_pinned:
+            try:
+                folder = folder_of(name, "tokenizer")
+            except ValueError as error:
+                print(f"its tokenizer was not fetched: {error}")
+        if any(folder.glob("tokenizer*")):
+            return folder
+    return None

@@ -37,7 +37,9 @@ def add_ladder(verbs: Any) -> None:
     )
     parser.set_defaults(run=run_ladder, traceback=False)
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder with config.json, that file, or a preset (ithaca plan --help)"
+        "model",
+        metavar="MODEL",
+        help="a folder with config.json, that file, owner/name, or a preset (ithaca plan --help)",
     )
     parser.add_argument("--gpus", required=True, help="such as 8xH100-80GB")
     parser.add_argument("--context", required=True, help="tokens of a row, such as 1M")

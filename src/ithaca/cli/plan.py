@@ -20,13 +20,14 @@ Says before a run whether it fits, what holds the memory, how long a step takes 
 that fits. Any field of the stack can be fixed with --stack.FIELD VALUE.
 
   ithaca plan llama3_8b --gpus 8xH100-80GB --context 1M --host 1TB
-  ithaca plan ./Qwen3-8B --gpus 1xH200 --max-context --host 512GB
+  ithaca plan Qwen/Qwen3-8B --gpus 1xH200 --max-context --host 512GB
   ithaca plan llama3_8b --gpus 8xH100-80GB --context 1M --stack.recompute layer --stack.tile 8K
   ithaca plan llama3_8b --gpus 8xH100 --context 3M --host 2TB --compare engine=composed,recompute=layer
   ithaca plan llama32_1b --gpus 1xH200 --context 64K --dry-run
   ithaca plan llama3_8b --gpus 8xH100-80GB --max-context --dry-run   # executed at that length, and one step further
 
-MODEL is a folder with config.json, that file, or a preset: {presets}.
+MODEL is a folder with config.json, that file, a model on the Hub (owner/name; only its config is fetched), or a preset:
+{presets}.
 """
 FIXED = "fields that stay as given; the planner chooses the others. Values are as in YAML (docs/config.md)"
 GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
@@ -53,7 +54,7 @@ def add_plan(verbs: Any) -> None:
 
 def add_request(parser: Any, *, gpus: bool = True) -> None:
     """What a plan is asked for, and a profile with the same words. gpus: whether they must be named."""
-    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, that file, or a preset")
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, that file, owner/name, or a preset")
     parser.add_argument("--gpus", required=gpus, help=GPUS if gpus else f"{GPUS}; not given: the GPU that is here")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--context", help="tokens of a row, such as 1M (1,048,576) or 1_000_000")

@@ -1,20 +1,27 @@
 """`ithaca train`: one command that starts a run and resumes it.
 
 Dotted options (`--train.steps 100`) override the file, the file overrides its recipe. On one machine the command starts its own
-workers; under torchrun or srun it joins the job. Data that is not packed yet is packed first, before any worker starts.
+workers; under torchrun or srun it joins the job. Before any worker starts, what is on the Hub is fetched, and data that is not
+packed yet is packed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base import faults
 from ..base.exits import DATA, Failed
+from ..base.files import read_text, write_atomically
+from ..base.hub import read_pins, remember
 from ..base.processes.fork_server import MODELS
-from ..config import Config, load
+from ..base.run_folder import RunFolder
+from ..config import Config, Loaded, dump, load
 from ..config.curriculum import phase_configs
 from ..training.launch import find_job, start
 
@@ -68,9 +75,11 @@ def run_train(options: argparse.Namespace) -> int:
             "`ithaca recipes ls` lists recipes, `ithaca recipes cp NAME` makes a file of one"
         )
     loaded = load(None if options.config is None else Path(options.config), overrides, options.recipe)
-    config = loaded.config
     injected = faults.parse_all(options.fault, os.environ)
-    alone = find_job(os.environ) is None  # workers that we start, or that others started, come here again as ranks
+    job = find_job(os.environ)
+    alone = job is None  # workers that we start, or that others started, come here again as ranks
+    loaded, pinned = _fetched(loaded)
+    config = loaded.config
     if options.check or alone:
         from ..training.preflight import check_run, finished, verdict
 
@@ -87,6 +96,8 @@ def run_train(options: argparse.Namespace) -> int:
             pack_before(part, options.quiet)
         if preflight.unpacked:  # now it can be opened
             check_run(config, loaded.text, allow_change=options.allow_change).require()
+    if pinned and (job is None or job.rank == 0):
+        _write_pins(config, pinned)
 
     def train_here(config: Config) -> int:
         from ..training.phases import train_in_phases
@@ -99,6 +110,22 @@ def run_train(options: argparse.Namespace) -> int:
         return train_in_phases(config, loaded.text, one)
 
     return start(config, train_here, preload=PRELOAD)
+
+
+def _fetched(loaded: Loaded) -> tuple[Loaded, dict[str, str]]:
+    """With all that is on the Hub here, at the commits that the run began with. -> and which commits those are"""
+    from ..data.fetch import fetch_run, pins_of
+
+    with suppress(OSError, ValueError):
+        remember(read_pins(read_text(RunFolder(loaded.config.run.folder).hub)))
+    config = fetch_run(loaded.config)
+    return replace(loaded, config=config, text=dump(config, loaded.origins)), pins_of(loaded.config)
+
+
+def _write_pins(config: Config, pinned: dict[str, str]) -> None:
+    folder = RunFolder(config.run.folder)
+    folder.create()
+    write_atomically(folder.hub, json.dumps(pinned, indent=1) + "\n")
 
 
 def pack_before(config: Config, quiet: bool) -> None:

@@ -29,6 +29,7 @@ examples:
   ithaca verify qwen2_28 --stack.ulysses 8            28 heads on 8 ranks
   ithaca verify ./my-model --stack.ulysses 2          your model's config, shrunk to a few small layers
   ithaca verify ./my-model --full --stack.ulysses 8   its real weights
+  ithaca verify Qwen/Qwen3-8B --stack.ulysses 8       a model on the Hub; only its config is fetched
   ithaca verify --matrix --world 8                    every pair of settings, a few dozen cases
   torchrun --nproc-per-node 8 -m ithaca verify llama3 --stack.ulysses 8
 """
@@ -42,7 +43,9 @@ def add_verify(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_verify)
-    parser.add_argument("model", nargs="?", help="a preset (llama3, qwen3, gemma3, ...) or a folder with config.json")
+    parser.add_argument(
+        "model", nargs="?", help="a preset (llama3, qwen3, gemma3, ...), a folder with config.json, or owner/name"
+    )
     parser.add_argument("--world", type=int, default=None, help="processes to start (default: what the stack needs)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the visible GPUs, else CPU"
@@ -83,6 +86,10 @@ def run_verify(options: argparse.Namespace) -> int:
     if not 0 < options.timeout < 1e9:
         problems.append(f"--timeout {options.timeout} must be a number of seconds above 0")
     require(problems, "this cannot be verified")
+    if options.model is not None:
+        from ..base.hub import fetch
+
+        options.model = fetch(options.model, "model" if options.full else "config")
     device = _device(options, stack)
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     if options.matrix:
@@ -117,18 +124,17 @@ def run_verify(options: argparse.Namespace) -> int:
 
 def _check_model(todo: list[Case]) -> None:
     """Before any process starts: is the model there, and one we know?"""
-    from pathlib import Path
-
+    from ..base.hub import local
     from ..engine.model.presets import PRESETS, find_preset
     from ..verify.presets import config_of
 
     for case in todo:
-        if Path(case.model).is_dir():
+        if local(case.model).is_dir():
             config_of(case.model, case.full)
         elif find_preset(case.model) is None:
             raise ValueError(
-                f"{case.model!r} is neither a folder nor a preset; presets are {', '.join(PRESETS)}. Models are not "
-                "downloaded here: pass the folder of a local checkpoint"
+                f"{case.model!r} is neither a folder nor a preset; presets are {', '.join(PRESETS)}. A model on the Hub is "
+                "named with its owner: owner/name"
             )
 
 

@@ -15,6 +15,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from ..base.hub import PREFIX, local
 from ..stack import Stack
 from .option import about, accepts, expectation, kinds, out_of_range
 from .schema import Config, Rope, Source
@@ -39,19 +40,21 @@ def problems_of(config: Config) -> list[Problem]:
 def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
     """What the run names and the machine does not have. presets: model names that need no folder."""
     problems = []
-    model = Path(config.model.folder)
+    model = config.model.path
     if not (model / "config.json").is_file() and config.model.folder not in presets:
         what = "has no config.json" if model.is_dir() else "is not a folder"
         known = f", or one of {', '.join(presets)}" if presets else ""
         problems.append(
-            f"model.folder={config.model.folder!r} {what}; name a Hugging Face folder{known}. Nothing is downloaded"
+            f"model.folder={config.model.folder!r} {what}; name a Hugging Face folder{known}, or a model on the Hub (owner/name)"
         )
-    if config.data.tokenizer and not Path(config.data.tokenizer).is_dir():
+    if config.data.tokenizer and not local(config.data.tokenizer).is_dir():
         problems.append(f"data.tokenizer={config.data.tokenizer!r} is not a folder")
     if config.data.packed and not Path(config.data.packed).is_dir():
         problems.append(f"data.packed={config.data.packed!r} is not there yet; make it with: ithaca data pack")
     for path, source in _sources(config):
-        if source.path and source.format != "datasets" and not Path(source.path).exists() and not glob(source.path):
+        if source.path is None or source.format == "datasets" or source.path.startswith(PREFIX):
+            continue  # of the Hub: said by whoever fetches it
+        if not Path(source.path).exists() and not glob(source.path):
             problems.append(f"{path}.path={source.path!r}: no such file or folder, and no file matches it as a pattern")
     scratch = config.stack.scratch
     if scratch and not Path(scratch).is_dir():

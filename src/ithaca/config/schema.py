@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
+from ..base.hub import local
 from ..stack import Stack
 from .option import option, required
 
@@ -77,8 +79,8 @@ class Model:
     """Whose model it is."""
 
     folder: str = required(
-        "A Hugging Face folder (config.json, safetensors, tokenizer), or the name of a preset such as tiny_llama. "
-        "Nothing is downloaded.",
+        "A Hugging Face folder (config.json, safetensors, tokenizer), the name of a preset such as tiny_llama, or of a model on "
+        "the Hub: owner/name, owner/name@revision (docs/hub.md).",
         path=True,
     )
     dtype: str = option(
@@ -88,6 +90,11 @@ class Model:
     trust_remote_code: bool = option(False, "Let Python code that comes with the model run. Read that code first.")
     rope: Rope | None = option(None, "Rotary settings to train with; null = the model's own.")  # noqa: RUF009
     lora: Lora | None = option(None, "Train adapters instead of all weights; null = off.")  # noqa: RUF009
+
+    @property
+    def path(self) -> Path:
+        """Where its files are; of a name on the Hub, once it was fetched."""
+        return local(self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +112,12 @@ class Source:
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None = option(None, "A file, a folder or a glob; for format datasets the dataset's name.", path=True)
+    path: str | None = option(
+        None,
+        "A file, a folder or a glob; of the Hub hf:owner/name, hf:owner/name@revision/data/*.parquet (docs/hub.md); for format "
+        "datasets the dataset's name.",
+        path=True,
+    )
     synthetic: str | None = option(
         None,
         "A built-in source: recall (look-up from one part of a row in another), needles (look-up at every distance).",
@@ -114,7 +126,9 @@ class Source:
     format: str = option(
         "auto", "auto = by file name.", choices=("auto", "jsonl", "parquet", "txt", "datasets", "tokens")
     )
-    split: str | None = option(None, "For format datasets: the split; null = train.")
+    split: str | None = option(
+        None, "Of a dataset, or of the files of one on the Hub: the split; null = train, where there is one."
+    )
     columns: Columns = field(default_factory=Columns)
     chat: bool = option(
         False, "Records are chats: apply the tokenizer's chat template, learn from assistant turns only."
@@ -129,7 +143,9 @@ class Data:
     context: int = required("Tokens in a row: the length trained at.", unit="tokens", least=2, most=LONGEST)
     sources: tuple[Source, ...] = option((), "Where documents come from; `ithaca data pack` reads them.")
     packed: str | None = option(None, "Folder that `ithaca data pack` writes and training reads.", path=True)
-    tokenizer: str | None = option(None, "Folder of the tokenizer; null = the model's folder.", path=True)
+    tokenizer: str | None = option(
+        None, "Folder of the tokenizer, or owner/name; null = the model's folder.", path=True
+    )
     long_documents: str = option(
         "split", "Documents longer than a row: cut into rows, left out (and counted), or refused.",
         choices=("split", "drop", "error"),
@@ -349,3 +365,8 @@ class Config:
     log: Log = field(default_factory=Log)
     run: Results = field(default_factory=Results)
     launch: Launch = field(default_factory=Launch)
+
+    @property
+    def tokenizer(self) -> str:
+        """What the tokenizer is called: its own folder or name, or the model's."""
+        return self.data.tokenizer or self.model.folder

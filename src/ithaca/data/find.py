@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import stat
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..base.files import kind_of
+from ..base.hub import Name, find_dataset, listing
 from .source import Source, did_you_mean
 from .stamps import Stamp, changed, difference, stamp
 
@@ -46,9 +49,17 @@ class Files:
 
 def find_files(source: Source) -> Files:
     """The files of a source, sorted by name. Not for datasets."""
-    path = Path(source.path).expanduser()
+    path, named = Path(source.path).expanduser(), find_dataset(source.path)
     left_out: LeftOut = defaultdict(list)
-    if path.is_dir():
+    if named is not None:
+        chosen, left_out = choose_files(source, named, listing(named))
+        root = named.snapshot(named.commit or "")
+        if gone := next((name for name in chosen if not (root / name).is_file()), None):
+            raise ValueError(
+                f"{source.path}: {gone} is not in {root} any more; fetch it again with the command that did"
+            )
+        paths = [root / name for name in chosen if not _is_empty(root / name, root, source.format, left_out)]
+    elif path.is_dir():
         paths = [entry for entry in _walk(path, left_out) if _wanted(entry, path, source.format, left_out)]
     elif path.exists():
         if not path.is_file():
@@ -62,15 +73,75 @@ def find_files(source: Source) -> Files:
         paths = list(_matches(path, left_out))
     else:
         raise ValueError(
-            f"{source.path} is not there{_neighbour(path)}; for a Hugging Face dataset write hf:{source.path}"
+            f"{source.path} is not there{_neighbour(path)}; for a Hugging Face dataset write hf:OWNER/NAME"
         )
-    paths = _without_prose(sorted(paths), path, source.format, left_out)
+    paths = sorted(paths) if named else _without_prose(sorted(paths), path, source.format, left_out)
     if not paths:
         raise _nothing(source, path, left_out)
     form = _one_format(source, paths)
     every = [*paths, *(_offsets(paths) if form == "tokens" else ())]
     ordered = {reason: sorted(names) for reason, names in left_out.items() if names}
     return Files(form, tuple(paths), {entry: stamp(entry) for entry in every}, ordered)
+
+
+_SPLITS = ("train", "validation", "valid", "dev", "val", "test", "eval")
+
+
+def of_split(names: Iterable[str], split: str | None) -> list[str]:
+    """Those of a repository's files that are of a split: some word of the path is its name, as in train/0.parquet and
+    data/train-00000-of-00002.parquet. None: train where files are named after splits, else all of them."""
+    words = {name: set(re.split(r"[/._ -]+", name.lower())) for name in names}
+    if split is None and not any("train" in found for found in words.values()):
+        return list(words)
+    if split is None and not any(found & {*_SPLITS[1:]} for found in words.values()):
+        return list(words)
+    return [name for name, found in words.items() if (split or "train").lower() in found]
+
+
+def choose_files(source: Source, named: Name, files: Iterable[str]) -> tuple[list[str], LeftOut]:
+    """Those of a repository's files that a source means, and those that are left out."""
+    pattern, magic = named.inner.split("/") if named.inner else [], glob.has_magic(named.inner)
+    left_out: LeftOut = defaultdict(list)
+    found = []
+    for name in sorted(files):
+        parts, path = name.split("/"), Path(name)
+        if not (_glob(parts, pattern) if magic else parts[: len(pattern)] == pattern):
+            continue
+        form = _format(path, source.format)
+        if _is_offsets(path):
+            continue
+        if any(part.startswith((".", "_")) for part in parts):
+            left_out[HIDDEN].append(name)
+        elif path.suffix.lower() in PROSE and source.format != "txt":
+            left_out[BESIDE].append(name)
+        elif form is None:
+            left_out[UNKNOWN if _format(path, "auto") is None else OTHER].append(name)
+        else:
+            found.append(name)
+    kept = of_split(found, source.split)
+    left_out[OTHER_SPLIT] += [name for name in found if name not in kept]
+    if not kept:
+        why = "".join(f"; {line}" for line in left_out_words(left_out))
+        raise ValueError(
+            f"{source.path}: the repository has no file to read there ({', '.join(SUFFIXES)}){why}. Name the files, as in "
+            f"hf:{named.repo}/data/*.parquet, or the split; try @refs/convert/parquet; or read it with format: datasets"
+        )
+    return kept, left_out
+
+
+def _glob(parts: list[str], pattern: list[str]) -> bool:
+    """Whether a pattern of a path matches, as it does on a disk: * within a part, ** over several."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**" and _glob(parts, pattern[1:]):
+        return True
+    if not parts:
+        return False
+    return (
+        _glob(parts[1:], pattern)
+        if pattern[0] == "**"
+        else fnmatchcase(parts[0], pattern[0]) and _glob(parts[1:], pattern[1:])
+    )
 
 
 def check_steady(then: dict[Path, Stamp], now: dict[Path, Stamp]) -> None:

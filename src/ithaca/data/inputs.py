@@ -32,8 +32,9 @@ class Input:
 
     @property
     def recorded(self) -> list[tuple[str, Path]]:
-        """Files to write down, by names that stay the same when the data is moved. Those of a downloaded dataset do not."""
-        if self.source.path.startswith("hf:") or not self.files.paths:
+        """Files to write down, by names that stay the same when the data is moved. Those that `datasets` makes of a download do
+        not."""
+        if (self.dataset is not None and self.source.path.startswith("hf:")) or not self.files.paths:
             return []
         root = os.path.commonpath([path.parent for path in self.files.paths])
         return [(os.path.relpath(path, root), path) for path in self.files.stamps]

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from ..base.files import sha256_of
+from ..base.hub import fetch
 from ..base.processes.tasks import run_tasks
+from .fetch import fetch_source
 from .find import left_out_words
 from .folder import Packed
 from .inputs import Input, check_unchanged, differences, understand
@@ -51,9 +53,9 @@ def pack(
 ) -> Packed:
     """Tokenise sources into the folder `out`.
 
-    tokenizer: a local folder; may be left out if all sources are token ids, then `vocabulary` must be given. eos: end texts and
-    completions with the end-of-sequence token. chat_template: a template instead of the tokenizer's. special_tokens: what `</s>` in
-    a document is: "text", or with "parse" the special token. workers: processes, None = one per core.
+    tokenizer: a folder, or owner/name on the Hub; may be left out if all sources are token ids, then `vocabulary` must be given.
+    eos: end texts and completions with the end-of-sequence token. chat_template: a template instead of the tokenizer's.
+    special_tokens: what `</s>` in a document is: "text", or with "parse" the special token. workers: processes, None = one a core.
     """
     folder = Path(out).expanduser()
     if not sources:
@@ -62,8 +64,9 @@ def pack(
         raise ValueError(f"workers={workers} must be at least 1; leave it out for one per core")
     if special_tokens not in SPECIAL:
         raise ValueError(f"special_tokens={special_tokens!r} is unknown; choose one of {', '.join(SPECIAL)}")
-    inputs = [understand(number, source) for number, source in enumerate(sources)]
+    inputs = [understand(number, fetch_source(source)) for number, source in enumerate(sources)]
     _check_count(inputs)
+    tokenizer = None if tokenizer is None else fetch(tokenizer, "tokenizer")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     parts = None if loaded is None else tokenizer_parts(loaded, chat_template)
     vocabulary = _vocabulary(inputs, parts, vocabulary, eos)

@@ -162,7 +162,7 @@ def read_text(path: str, stamp: Stamp | None = None) -> Iterator[tuple[str, int]
 
 
 def open_dataset(source: Source) -> Any:
-    """A saved folder, or a dataset by its id (hf:owner/name), which may be downloaded."""
+    """A saved folder, or with format datasets one by its id (owner/name, hf:owner/name@revision), which may be downloaded."""
     try:
         import datasets
     except ImportError:
@@ -175,7 +175,8 @@ def open_dataset(source: Source) -> Any:
         if Path(name).expanduser().is_dir() and not source.path.startswith("hf:"):
             dataset = datasets.load_from_disk(str(Path(name).expanduser()))
         else:
-            dataset = datasets.load_dataset(name)
+            repo, _, revision = name.partition("@")
+            dataset = datasets.load_dataset(repo, revision=revision or None)
     except Exception as error:  # whatever its many parts raise
         raise ValueError(f"the dataset {source.path} cannot be opened: {first_line(error)}") from None
     if isinstance(dataset, dict):

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..base import faults
 from ..base.files import read_json, write_atomically
+from ..base.hub import local
 from ..base.run_folder import RunFolder
 from ..config.schema import Config, Source
 from ..engine.batch import Batch
@@ -56,9 +57,8 @@ def pack_sources(config: Config, say: Callable[[str], None]) -> None:
         packed = Packed(folder)
     say("\n".join(summary(packed)))
     check_files(packed, RunFolder(config.run.folder).checked, say)
-    tokenizer = data.tokenizer or config.model.folder
-    if (Path(tokenizer) / "tokenizer.json").is_file():
-        check_tokenizer(packed, load_tokenizer(tokenizer), tokenizer)
+    if (local(config.tokenizer) / "tokenizer.json").is_file():
+        check_tokenizer(packed, load_tokenizer(config.tokenizer), config.tokenizer)
     for rows in _rows(config, packed):
         say("\n".join(plan_words(rows.name, data.context, rows.plan.counts, data.long_documents)))
 
@@ -90,10 +90,9 @@ def check_files(packed: Packed, remembered: Path, say: Callable[[str], None]) ->
 def encoding(config: Config) -> dict[str, Any]:
     """What `pack` is told of tokens: the tokenizer, or, where the model comes without one, the size of its vocabulary, with which
     data that is tokenised already can be packed."""
-    tokenizer = config.data.tokenizer or config.model.folder
-    if config.data.tokenizer is None and not list(Path(tokenizer).glob("tokenizer*")):
+    if config.data.tokenizer is None and not list(config.model.path.glob("tokenizer*")):
         return {"vocabulary": model_config(config.model, config.data.context).vocab_size}
-    return {"tokenizer": tokenizer}
+    return {"tokenizer": config.tokenizer}
 
 
 def _rows(config: Config, packed: Packed) -> list[Rows]:

@@ -1,7 +1,7 @@
 """Sources: what a user points at, and the parts of it that workers read.
 
-A source is a file, a folder, a glob, or a Hugging Face dataset. Its format is told by file names, what its records are
-by their columns:
+A source is a file, a folder, a glob, the same of a repository on the Hub (hf:OWNER/NAME, fetch.py), or a saved Hugging Face
+dataset. Its format is told by file names, what its records are by their columns:
 
     text                     plain text
     messages                 a chat, rendered with the tokenizer's chat template; only assistant turns are supervised
@@ -97,7 +97,7 @@ def did_you_mean(name: str, among: Iterable[str]) -> str:
 def is_dataset(source: Source) -> bool:
     path = Path(source.path).expanduser()
     saved = any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
-    return source.format == "datasets" or (source.format == "auto" and (saved or source.path.startswith("hf:")))
+    return source.format == "datasets" or (source.format == "auto" and saved)
 
 
 def tell_kind(source: Source, columns: Iterable[str], where: str) -> str:

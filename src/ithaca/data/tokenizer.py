@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.files import open_regular
+from ..base.hub import local
 from ..engine.model.config import read_settings
 from .folder import Packed
 
@@ -39,10 +40,10 @@ class TokenizerParts:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The fast tokenizer of a local folder. Nothing is downloaded and no code of the folder runs."""
+    """The fast tokenizer of a local folder, or of a name that was fetched. No code of the folder runs."""
     from transformers import AutoTokenizer
 
-    path = Path(folder).expanduser()
+    path = local(folder)
     if not path.is_dir():
         raise ValueError(
             f"the tokenizer folder {folder} is not there; give the folder of a local checkpoint, with tokenizer.json in it"

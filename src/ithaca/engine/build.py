@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.hub import find_name, short
 from ..config.schema import LINEARS, Config, Lora, Model
 from ..stack import Stack
 from .model.config import read_config
@@ -35,7 +36,9 @@ def model_config(options: Model, context: int) -> Any:
     if preset:
         config = preset_config(options.folder)
     else:
-        config = read_config(options.folder, trust_remote_code=options.trust_remote_code)
+        config = read_config(options.path, trust_remote_code=options.trust_remote_code)
+        if find_name(options.folder) is not None:  # not where the cache is: checkpoints and exports say it too
+            config._name_or_path = options.folder
     if options.rope is not None:
         _check_rope(options, config)
         config.rope_parameters = _with_rope(config.rope_parameters, options)
@@ -55,7 +58,7 @@ def is_preset(options: Model) -> bool:
 
 
 def model_name(options: Model) -> str:
-    return options.folder if is_preset(options) else Path(options.folder).name
+    return options.folder if is_preset(options) else short(options.folder)
 
 
 def _tables(parameters: Any) -> list[Any]:
@@ -107,7 +110,7 @@ def build_model(options: Model, config: Any, seed: int) -> tuple[nn.Module, Path
     with torch.device("meta"):
         model = build(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
         model = with_lora(model, options.lora, seed) if options.lora else model
-    return model, Path(options.folder)
+    return model, options.path
 
 
 def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ..base.exits import DATA, Failed
+from ..base.hub import local
 from ..base.run_folder import RunFolder
 from ..config.schema import Config
 from ..data.rows import Stream
@@ -47,11 +47,7 @@ def open_held_out(config: Config, vocabulary: int) -> Stream | None:
 
 
 def has_tokenizer(config: Config) -> bool:
-    return any(_tokenizer_folder(config).glob("tokenizer*"))
-
-
-def _tokenizer_folder(config: Config) -> Path:
-    return Path(config.data.tokenizer or config.model.folder)
+    return any(local(config.tokenizer).glob("tokenizer*"))
 
 
 def open_language(config: Config, vocabulary: int) -> Language | None:
@@ -68,10 +64,10 @@ def open_language(config: Config, vocabulary: int) -> Language | None:
         return Ids(vocabulary, config.eval.seed)
     if not has_tokenizer(config):
         raise ValueError(
-            f"eval.language=words needs a tokenizer, and {_tokenizer_folder(config)} has none; name a folder that has one "
+            f"eval.language=words needs a tokenizer, and {config.tokenizer} has none; name a folder that has one "
             "with --data.tokenizer, or ask in token ids with --eval.language ids"
         )
-    return Words(load_tokenizer(_tokenizer_folder(config)))
+    return Words(load_tokenizer(config.tokenizer))
 
 
 def open_suite(config: Config, hf: Any, groups: int) -> Suite:

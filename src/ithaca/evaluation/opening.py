@@ -1,4 +1,5 @@
-"""From what a user points at to a model that can be run: a run folder, one of its checkpoints, or a Hugging Face folder.
+"""From what a user points at to a model that can be run: a run folder, one of its checkpoints, a Hugging Face folder, or a name on
+the Hub.
 
 A run brings its own config; a Hugging Face folder gets one, with the context the model was made for. Either can be changed by
 dotted overrides. The stack is not that of the run: results do not depend on it, a forward needs far less memory than training,
@@ -13,8 +14,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.hub import fetch, find_name, local, short
 from ..config import Config, load, missing
 from ..config.dump import as_yaml
+from ..data.fetch import fetch_model
 from ..engine.model.config import read_settings
 from ..engine.model.presets import PRESETS
 from ..stack import require
@@ -40,17 +43,19 @@ class Opened:
 
 
 def find_model(source: Path, overrides: Sequence[str] = (), out: Path | None = None) -> Opened:
-    """What `source` is, as a config and weights. Imports no torch."""
+    """What `source` is, as a config and weights. Imports no torch. What it names on the Hub is fetched."""
     if (source / "config.yaml").is_file() or is_checkpoint(source):
         return _of_run(source, overrides, out)
+    name = fetch(str(source))
+    called, source = short(name) if find_name(name) else source.resolve().name, local(name)
     if not (source / "config.json").is_file():
         what = "has neither config.yaml (a run), manifest.json (a checkpoint) nor config.json (a Hugging Face model)"
         raise ValueError(f"{source} {what if source.is_dir() else 'is not a folder'}; name one of these")
-    results = out or Path("runs") / f"eval-{source.resolve().name}"
+    results = out or Path("runs") / f"eval-{called}"
     language = "words" if any(source.glob("tokenizer*")) else "ids"
-    given = [f"model.folder={source}", f"data.context={_native(source)}", f"eval.language={language}"]
+    given = [f"model.folder={name}", f"data.context={_native(source)}", f"eval.language={language}"]
     given += ["train.steps=1", "data.sources=[{synthetic: recall}]"]  # stand-ins: nothing is trained here
-    config = load(None, [*given, f"run.folder={results}", "run.name=eval", *overrides]).config
+    config = fetch_model(load(None, [*given, f"run.folder={results}", "run.name=eval", *overrides]).config)
     require(missing(config, PRESETS), "this model cannot be opened")
     return Opened(config, None, 0, results, None)
 
@@ -67,6 +72,12 @@ def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
     step = step_of(checkpoint) or 0
     given = ["stack=auto", f"run.folder={results}", *_phase(load(run / "config.yaml").config, step)]
     config = load(run / "config.yaml", [*given, *overrides]).config
+    name = find_name(config.model.folder)
+    if name is not None and not name.is_pinned and not any(each.startswith("model.folder=") for each in overrides):
+        raise ValueError(  # a run writes names on the Hub down with their commit: this was a path, and is not asked of anybody
+            f"{config.model.folder}, the model of {run}, is not a folder here; name it with --model.folder"
+        )
+    config = fetch_model(config)
     return Opened(config, checkpoint, step, results, run, checkpoint == source)
 
 

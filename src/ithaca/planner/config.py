@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from ..base.hub import folder
 from ..config.schema import Config
 from ..engine.model.config import read_config
 from ..engine.model.presets import PRESETS, preset_config
@@ -31,5 +31,5 @@ def requested(config: Config) -> dict[str, Any]:
 def hf_config(what: str) -> Any:
     if what in PRESETS:
         return preset_config(what)
-    path = Path(what)
+    path = folder(what)
     return read_config(path if path.is_dir() else path.parent)

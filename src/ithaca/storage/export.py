@@ -2,7 +2,7 @@
 
 Full models become safetensors with Hugging Face's names, in the layout transformers itself publishes (a matrix per expert where it
 does so), with config.json as trained (rotary settings included), generation_config.json and the tokenizer's files. LoRA runs become
-a PEFT adapter folder, or a full model with the adapters merged.
+a PEFT adapter folder, or a full model with the adapters merged. README.md names a base that came from the Hub, and its commit.
 
 Memory: one parameter at a time. `export_model` is collective; every rank takes part in gathering a parameter, which is then whole
 on each device for a moment, and rank 0 writes it. `export_checkpoint` needs no process group and no GPU: a parameter is read from
@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..base.hub import local
 from ..base.versions import require_floors
 from ..engine.mesh import Group, Mesh
 from ..engine.model.config import check_settings, harmless
@@ -129,7 +130,7 @@ def _export(
         ) from error
     adapters = bool(about["adapters"]) and not merge_lora
     if about["adapters"] and merge_lora:
-        base_folder = Path(base_folder or about["name_or_path"] or ".")
+        base_folder = local(base_folder or about["name_or_path"] or ".")
         if not base_folder.is_dir():
             raise CheckpointError(
                 f"merging needs the base model, and {base_folder} is not a folder; name it with --base"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.files import sync
+from ..base.hub import GENERATION, TOKENIZER, Name, find_name
 from ..engine.mesh import Mesh
 from .adapters import adapter_state, exported_parameters
 from .files import CheckpointError
@@ -28,12 +29,6 @@ log = logging.getLogger("ithaca")
 
 Fetch = Callable[[str, torch.dtype], Tensor]
 """A whole parameter by its name in the run, in a dtype. On rank 0 on the host; on the others the result is not looked at."""
-
-_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -122,6 +117,8 @@ def _write_adapters(outgoing: Outgoing, hidden: Path, fetch: Fetch, writes: bool
     config.base_model_name_or_path = (
         config.base_model_name_or_path or getattr(outgoing.config, "_name_or_path", "") or None
     )
+    if (base := find_name(config.base_model_name_or_path or "")) is not None and base.is_pinned:
+        config.base_model_name_or_path, config.revision = base.repo, base.revision
     config.save_pretrained(str(hidden))
 
 
@@ -151,18 +148,31 @@ def _write_config(outgoing: Outgoing, hidden: Path) -> None:
 
 
 def _finish(outgoing: Outgoing, hidden: Path, folder: Path) -> None:
-    for name in (*_TOKENIZER, _GENERATION):
+    for name in (*TOKENIZER, GENERATION):
         source = None if outgoing.tokenizer_folder is None else outgoing.tokenizer_folder / name
-        if source is not None and source.is_file() and not (outgoing.adapters and name == _GENERATION):
+        if source is not None and source.is_file() and not (outgoing.adapters and name == GENERATION):
             shutil.copyfile(source, hidden / name)
-    if outgoing.generation is not None and not outgoing.adapters and not (hidden / _GENERATION).exists():
+    if outgoing.generation is not None and not outgoing.adapters and not (hidden / GENERATION).exists():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 outgoing.generation.save_pretrained(str(hidden))
         except ValueError as error:  # transformers refuses to write settings that contradict each other
-            log.warning("%s was not written: %s", _GENERATION, error)
+            log.warning("%s was not written: %s", GENERATION, error)
+    if (base := find_name(getattr(outgoing.config, "_name_or_path", ""))) is not None and base.is_pinned:
+        (hidden / "README.md").write_text(_card(base, outgoing.adapters), encoding="utf-8")
     for path in (*hidden.iterdir(), hidden):
         sync(path)
     os.rename(hidden, folder)  # over an empty folder, if there is one
     sync(folder.parent)
+
+
+def _card(base: Name, adapters: bool) -> str:
+    """What the Hub and people read: which model this was made of, to the commit."""
+    what, relation, library = (
+        ("A LoRA adapter of", "adapter", "peft") if adapters else ("Trained from", "finetune", "transformers")
+    )
+    return (
+        f"---\nbase_model: {base.repo}\nbase_model_relation: {relation}\nlibrary_name: {library}\ntags: [ithaca]\n---\n\n"
+        f"{what} [{base.repo}](https://huggingface.co/{base.repo}) at commit `{base.revision}`, with ithaca.\n"
+    )

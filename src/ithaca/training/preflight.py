@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ def _model(config: Config, hf: Any) -> int:
     if isinstance(decoder, OwnDecoder):
         require_proof(decoder)
     if not (options.random_init or is_preset(options)):
-        folder = Path(options.folder)
+        folder = options.path
         try:
             check_names(decoder.model, Folder(folder), folder)
         except SafetensorError as error:

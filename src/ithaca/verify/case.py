@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.hub import local
 from ..engine.batch import Batch
 from ..engine.model.config import read_config
 from ..engine.model.weights import cast_parameters
@@ -92,7 +92,7 @@ class Session:
 
     def _config(self) -> Any:
         changes = dict(self.case.changes)
-        if not Path(self.case.model).is_dir():
+        if not local(self.case.model).is_dir():
             return config_of(self.case.model, self.case.full, **changes)
         config = config_of(self.case.model, self.case.full)
         for name, value in changes.items():
@@ -100,11 +100,12 @@ class Session:
         return config
 
     def _model(self, config: Any) -> nn.Module:
-        if self.case.full and Path(self.case.model).is_dir():
+        folder = local(self.case.model)
+        if self.case.full and folder.is_dir():
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(
-                self.case.model, config=read_config(self.case.model), dtype=torch.float32, trust_remote_code=False,
+                folder, config=read_config(folder), dtype=torch.float32, trust_remote_code=False,
                 use_safetensors=True, local_files_only=True,
             )  # fmt: skip
         else:

@@ -8,12 +8,12 @@ attention nearly uniform and norms all ones, which hides mistakes.
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..base.hub import local
 from ..engine.model.config import read_config
 from ..engine.model.families import FAMILIES
 from ..engine.model.presets import NO_SPECIAL, PRESETS, TINY, find_preset, preset_config
@@ -22,8 +22,8 @@ from ..engine.model.weights import randomize
 
 
 def config_of(what: str, full: bool, **changes: Any) -> Any:
-    """Of a preset or a folder; narrowed, unless it is tiny already or the whole model is asked for."""
-    folder = Path(what)
+    """Of a preset, a folder or a model that was fetched; narrowed, unless it is tiny already or the whole model is asked for."""
+    folder = local(what)
     if not folder.is_dir():
         config = preset_config(what, **changes)
         return config if full or find_preset(what) in TINY else shrink(config)

@@ -2,7 +2,7 @@
 
 A config.json comes with a model from somewhere, and transformers takes more from it than shapes: `auto_map` names Python files of
 the folder, and `attn_implementation` may name a kernel on the Hub, which is downloaded and run while the model is built. The first
-needs `trust_remote_code`; the second is dropped here, as attention is ours. Nothing is ever downloaded.
+needs `trust_remote_code`; the second is dropped here, as attention is ours. Nothing is downloaded here.
 
 It is also where sizes come from: a thousand million layers would be built, if only on the meta device, until memory is gone. So
 every size has a limit, far above any model there is, and the product of them too, before anything is made of them.

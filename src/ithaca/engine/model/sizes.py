@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from ...base.hub import find_name, folder, short
 from .config import read_settings
 from .families import FAMILIES, Family
 from .presets import PRESETS
@@ -136,16 +136,16 @@ _NEEDED = (
 
 
 def read_sizes(what: str) -> ModelSizes:
-    """A preset's name, a folder with config.json, or that file."""
+    """A preset's name, a folder with config.json, that file, or a model on the Hub."""
     if what in PRESETS:
         return sizes_of(PRESETS[what], what)
-    path = Path(what)
+    path = folder(what)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():  # what is there and no file is refused when it is read
         raise ValueError(
-            f"{what} is no folder with a config.json, and no preset; presets: {', '.join(PRESETS)} (nothing is downloaded)"
+            f"{what} is no folder with a config.json, no model on the Hub (owner/name) and no preset; presets: {', '.join(PRESETS)}"
         )
-    return sizes_of(read_settings(path), path.parent.name or str(path))
+    return sizes_of(read_settings(path), path.parent.name or str(path) if find_name(what) is None else short(what))
 
 
 def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:

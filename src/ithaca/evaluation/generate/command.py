@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch.distributed as dist
 
+from ...base.hub import local
 from ...config import Config
 from ...data.tokenizer import load_tokenizer
 from ...engine.build import device_of, model_config
@@ -15,19 +15,17 @@ from .greedy import generate
 from .prompt import prompt_ids, stops
 
 
-def tokenizer_folder(config: Config) -> Path:
-    folder = Path(config.data.tokenizer or config.model.folder)
-    if not any(folder.glob("tokenizer*")):
+def require_tokenizer(config: Config) -> None:
+    if not any(local(config.tokenizer).glob("tokenizer*")):
         raise ValueError(
-            f"asking takes a tokenizer, and {folder} has none; name a folder that has one with --data.tokenizer FOLDER"
+            f"asking takes a tokenizer, and {config.tokenizer} has none; name a folder that has one with --data.tokenizer FOLDER"
         )
-    return folder
 
 
 def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
     """-> exit code"""
     config = opened.config
-    tokenizer = load_tokenizer(tokenizer_folder(config))
+    tokenizer = load_tokenizer(config.tokenizer)
     prompt = prompt_ids(tokenizer, question, text, parse=config.data.special_tokens == "parse")
     hf = model_config(config.model, config.data.context)
     reach = getattr(hf, "max_position_embeddings", None)
