@@ -6,6 +6,7 @@ batch = run.shard(input_ids, labels=labels, documents=None)
 loss = run.loss(batch)
 loss.backward()
 
+ithaca.train("run.yaml") trains as the command line does.
 ithaca.plan("llama3_8b", gpus="8xH100-80GB", context="1M").stack says which stack is the fastest that fits.
 """
 
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
     from .engine.run import Run
     from .planner.plan import Plan
     from .planner.search import plan
+    from .training.entry import Trained, train
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Plan", "Run", "Stack", "plan", "prepare"]
+__all__ = ["Batch", "Plan", "Run", "Stack", "Trained", "plan", "prepare", "train"]
 
 
 _WHERE = {
     "Batch": "engine.batch",
     "Plan": "planner.plan",
     "Run": "engine.run",
+    "Trained": "training.entry",
     "plan": "planner.search",
     "prepare": "engine.parallelize",
+    "train": "training.entry",
 }
 
 

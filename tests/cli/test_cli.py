@@ -91,7 +91,7 @@ def test_a_reader_that_has_read_enough_is_no_error(more: list[str]):
 
 
 def test_names_of_the_package_are_there_when_asked_for():
-    assert set(ithaca.__all__) == {"Batch", "Plan", "Run", "Stack", "plan", "prepare"}
+    assert set(ithaca.__all__) == {"Batch", "Plan", "Run", "Stack", "Trained", "plan", "prepare", "train"}
     assert all(getattr(ithaca, name) is not None for name in ithaca.__all__)
     with pytest.raises(AttributeError, match="module 'ithaca' has no attribute 'Trainer'"):
         ithaca.Trainer  # noqa: B018

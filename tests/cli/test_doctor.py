@@ -74,8 +74,8 @@ def test_hints_name_a_command():
     hopper = {"gpus": {"count": 8, "capability": "9.0"}, "packages": packages, "host": small}
     found = doctor_parts.hints(hopper)
     commands = [hint["command"] for hint in found if "is not installed" in hint["what"]]
-    assert "pip install --pre flash-attn-4" in commands and "pip install torchao" in commands and len(commands) == 7
-    assert [hint["what"] for hint in found[7:]] == ["/dev/shm is small", "locked memory is limited"]
+    assert "pip install --pre flash-attn-4" in commands and "pip install torchao" in commands and len(commands) == 8
+    assert [hint["what"] for hint in found[8:]] == ["/dev/shm is small", "locked memory is limited"]
     ampere = {**hopper, "gpus": {"count": 1, "capability": "8.6"}}
     assert not any("flash-attn-4" in hint["what"] for hint in doctor_parts.hints(ampere))  # it would not run there
     assert doctor_parts.hints({"cuda": {"driver": "580.1"}})[0]["what"] == "torch sees no GPU"

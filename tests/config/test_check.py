@@ -40,7 +40,7 @@ EIGHT = dict(launch=Launch(workers=4, nodes=2))
         (with_("train", warmup=100), "train.warmup=100 must be less than train.steps=100"),
         (with_("train", warmup=1.0), "train.warmup=1.0 is neither a number of steps (10) nor a share of them"),
         (with_("train", warmup=-1), "train.warmup=-1 must be at least 0"),
-        (with_("train", steps=0, warmup=0.0), "train.steps=0 must be at least 1"),
+        (with_("train", steps=0, warmup=0.0), "train.steps is missing or 0"),
         (with_("train", rows=4, accumulation=3), "train.accumulation=3 does not divide train.rows=4"),
         (with_("train", accumulation=0), "train.accumulation=0 must be at least 1"),
         (with_("train", lr=0.0), "train.lr=0.0 must be above 0"),

@@ -98,7 +98,7 @@ def test_home_is_expanded_in_paths_only(monkeypatch: pytest.MonkeyPatch):
         ("trian: {steps: 2}", "unknown key trian; did you mean train?"),
         ("train: {steps: 2, learning_rate: 3}", "unknown key train.learning_rate; did you mean train.lr?"),
         ("seq_len: 4096", "unknown key seq_len; did you mean data.context?"),
-        ("log: {zzz: 1}", "unknown key log.zzz; log has every, tensorboard, wandb"),
+        ("log: {zzz: 1}", "unknown key log.zzz; log has every, tensorboard, wandb, mlflow"),
         ("eval: {sources: [{pth: x}]}", "unknown key eval.sources[0].pth; did you mean eval.sources[0].path?"),
         ("stack: {ulyses: 2}", "unknown key stack.ulyses; did you mean stack.ulysses?"),
         ("stack: {Ulysses: 2}", "unknown key stack.Ulysses; did you mean stack.ulysses?"),
@@ -129,7 +129,7 @@ def test_words_of_other_trainers_lead_to_keys_that_exist():
         ("warmup: 2", "lr: 1e999", 8, "train.lr='1e999' must be a number"),
         ("warmup: 2", "clip: fast", 8, "train.clip='fast' must be a number or null"),
         ("warmup: 2", "schedule: cosin", 8,
-         "train.schedule='cosin' must be one of cosine, linear, constant; did you mean cosine?"),
+         "train.schedule='cosin' must be one of cosine, linear, constant, wsd; did you mean cosine?"),
         ("warmup: 2", "deterministic: 1", 8, "train.deterministic='1' must be true or false"),
         ("warmup: 2", "betas: [0.9]", 8, "train.betas=a list of 1 must be a list of 2 numbers"),
         ("warmup: 2", "betas: 0.9", 8, "train.betas='0.9' must be a list of 2 numbers"),
@@ -185,9 +185,9 @@ def test_what_is_missing_is_said_with_its_meaning():
         "model.folder is missing: a Hugging Face folder (config.json, safetensors, tokenizer), the name of a preset such as "
         "tiny_llama, or of a model on the Hub: owner/name, owner/name@revision (docs/hub.md).",
         "data.context is missing: tokens in a row: the length trained at.",
-        "train.steps is missing: optimizer steps of the whole run.",
         "there is nothing to train on: give data.sources (files, or synthetic: recall), or data.packed (a folder made by "
         "'ithaca data pack')",
+        "train.steps is missing or 0: optimizer steps of the whole run, at least 1; or give train.epochs",
     ]
 
 

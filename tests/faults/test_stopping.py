@@ -131,6 +131,7 @@ VERBS = {
     "export": ["x", "y"],
     "report": ["x"],
     "recipes": ["ls"],
+    "config": ["schema"],
     "slurm": ["x"],
     "doctor": [],
     "bench": [],

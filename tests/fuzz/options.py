@@ -34,6 +34,7 @@ BASES: dict[str, list[str]] = {
     "recipes ls": ["recipes", "ls"],
     "recipes show": ["recipes", "show", "tiny_cpu"],
     "recipes cp": ["recipes", "cp", "tiny_cpu", "mine.yaml"],
+    "config schema": ["config", "schema"],
     "slurm": ["slurm", "run.yaml"],
     "doctor": ["doctor"],
     "bench": ["bench", "model", "--cpu", "1", "--contexts", "64", "--out", "bench"],
@@ -53,7 +54,7 @@ SIZES = {"--context", "--host", "--disk", "--shard-size"}
 READ = {"--tokenizer", "--base", "--chat-template"}  # what must be there
 WRITTEN = {"--out", "--html", "--svg", "--png"}
 IGNORED = {"--help", "--version", "--traceback"}
-NEVER_REFUSED = {"doctor", "recipes ls"}
+NEVER_REFUSED = {"doctor", "recipes ls", "config schema"}
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

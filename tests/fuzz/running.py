@@ -68,7 +68,7 @@ def _accept(*_: Any, **__: Any) -> Any:
 
 STARTS = (
     "ithaca.base.processes.pool.Workers.__init__",
-    "ithaca.cli.train.start",
+    "ithaca.training.entry.start",
     "ithaca.observe.profiler.measure.measure",
     "ithaca.observe.profiler.rungs.measure_ladder",
     "ithaca.planner.dry_run.run.dry_run",

@@ -15,7 +15,7 @@ import pytest
 from ithaca.base.run_folder import RunFolder
 from ithaca.config.schema import Log
 from ithaca.observe.metrics import Metrics, read_metrics
-from ithaca.observe.trackers import Background, TensorBoard, Tracker, Wandb
+from ithaca.observe.trackers import Background, Mlflow, TensorBoard, Tracker, Wandb
 
 from ..waiting import wait_until
 from .records import record
@@ -107,11 +107,11 @@ def test_a_tracker_that_fails_is_told_about_once(folder: RunFolder, caplog: pyte
 def test_packages_that_are_missing(
     folder: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("tensorboard", "wandb"):
+    for name in ("tensorboard", "wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)  # what `import` then finds is: nothing
-    with Metrics(folder, Log(tensorboard=True, wandb="project")) as metrics:
+    with Metrics(folder, Log(tensorboard=True, wandb="project", mlflow="experiment")) as metrics:
         metrics.step(record(1))
-    assert sum("is switched off" in message for message in caplog.messages) == 2
+    assert sum("is switched off" in message for message in caplog.messages) == 3
     assert len(read_metrics(folder.metrics)) == 1
 
 
@@ -160,4 +160,26 @@ def test_wandb_for_real(
     runs = list((folder.path / "wandb").glob("offline-run-*"))
     identity = (folder.path / "wandb" / "run-id.txt").read_text().strip()
     assert runs and all(run.name.endswith(identity) for run in runs)  # a resumed run is the same run
+    assert capfd.readouterr() == ("", "")
+
+
+def test_mlflow_for_real(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """In files, without a server; the second tracker is of a run that was resumed."""
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mlflow = pytest.importorskip("mlflow")
+        for first in (1, 3):
+            tracker = Mlflow("experiment", "run", folder.path, {f"setting {at}": at for at in range(150)})
+            for step in range(first, 5):
+                tracker.record(step, {"loss": float(first), "needles": object()})
+            tracker.close()
+        client = mlflow.MlflowClient(tracking_uri=(folder.path / "mlflow").as_uri())
+        (run,) = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
+        found = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted((each.step, each.value) for each in found) == [
+        (1, 1.0), (2, 1.0), (3, 1.0), (3, 3.0), (4, 1.0), (4, 3.0),
+    ]  # fmt: skip
+    assert run.info.status == "FINISHED" and run.info.run_name == "run" and len(run.data.params) == 150
     assert capfd.readouterr() == ("", "")

@@ -51,6 +51,7 @@ ARGUMENTS = {
 }  # fmt: skip
 # Why the others change neither.
 OTHER = {
+    "steps, once the data is counted": {"train.epochs"},
     "names and places": {"description", "run", "model.trust_remote_code"},
     "numbers of the same tensors": {"model.rope", "model.lora.alpha", "model.lora.dropout"},
     "at the start, before a step": {"model.random_init"},
@@ -59,7 +60,8 @@ OTHER = {
     },
     "the same update with other numbers": {
         f"train.{name}"
-        for name in ("lr", "min_lr", "schedule", "schedule_steps", "warmup", "weight_decay", "betas", "eps", "clip", "seed")
+        for name in ("lr", "min_lr", "schedule", "schedule_steps", "warmup", "decay", "decay_shape", "weight_decay", "betas", "eps",
+                     "clip", "seed")
     },
     "the fused loss knows them": {"train.z_loss", "train.label_smoothing"},
     "files": {"checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.failures", "model.lora.merge_on_export"},

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ithaca.base.exits import Failed
+from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.config.schema import Lora, Model
 from ithaca.engine import build
@@ -68,6 +69,21 @@ def test_the_planner_chooses(tmp_path: Path, eight):
     looked = planned(config(tmp_path, context="64K"), hf, 8, CUDA, stack)
     assert looked.memory.phases == found.memory.phases
     assert automatic_stack(config(tmp_path), hf, 4, torch.device("cpu"))[1] is None
+
+
+def test_a_dry_run_shows_the_plan(tmp_path: Path, eight, capsys: pytest.CaptureFixture[str]):
+    eight("NVIDIA H100 80GB HBM3", 84.9e9)
+    words = (
+        "train --dry-run --recipe tiny_cpu --model.folder llama3_8b --train.steps 9 --train.rows 1 --launch.cpu null"
+    )
+    words = [*words.split(), "--stack", "auto", "--run.folder", str(tmp_path / "run"), "--data.context"]
+    assert main([*words, "64K"]) == 0
+    out = capsys.readouterr().out
+    assert "synthetic recall: rows of 65,536 tokens, made to order" in out
+    assert "llama3_8b (8.03B parameters) at 64K tokens on 8xH100-85GB: fits" in out and "    ulysses: 8" in out
+    assert out.endswith(f"this run can start: it trains step 1 of 9, in {tmp_path / 'run'}; nothing was written\n")
+    assert main([*words, "64M"]) == 5
+    assert "this run does not fit" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_what_a_run_is_asked_for_reaches_the_planner(tmp_path: Path, eight, monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaca.base.run_folder import RunFolder
-from ithaca.cli import train as verb
 from ithaca.cli.main import main
+from ithaca.training import entry as verb
 
 from ..data.make import pack_ids
 

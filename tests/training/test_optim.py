@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ithaca.base.processes.pool import Workers
 from ithaca.config.schema import Train
+from ithaca.engine.job import Job
+from ithaca.engine.model.sizes import sizes_of
+from ithaca.engine.muon import COEFFICIENTS, orthogonal
 from ithaca.engine.optimizer import (
     build_optimizer,
     clip,
@@ -20,6 +23,8 @@ from ithaca.engine.optimizer import (
     parameter_groups,
     warmup_steps,
 )
+from ithaca.planner.search import plan
+from ithaca.stack import Stack
 
 from ..contract.tiny import prepared, tiny, tokens, whole
 
@@ -40,12 +45,24 @@ def test_linear_and_constant():
     assert rates(steps=4, lr=1.0, warmup=2, schedule="constant") == pytest.approx([0.5, 1.0, 1.0, 1.0])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(
+    ("shape", "halfway"), [("linear", 0.55), ("1-sqrt", 0.1 + 0.9 * (1 - 0.5**0.5)), ("cosine", 0.55)]
+)
+def test_wsd_stays_and_comes_down_in_the_last_steps(shape: str, halfway: float):
+    found = rates(steps=20, lr=1.0, min_lr=0.1, warmup=2, schedule="wsd", decay=4, decay_shape=shape)
+    assert found[:2] == [0.5, 1.0] and found[2:16] == [1.0] * 14
+    assert found[17] == pytest.approx(halfway) and found[-1] == pytest.approx(0.1)
+    assert found[15:] == sorted(found[15:], reverse=True)
+    assert found == rates(steps=20, lr=1.0, min_lr=0.1, warmup=0.1, schedule="wsd", decay=0.2, decay_shape=shape)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("warmup", [0, 1, 0.5])
 def test_short_runs(schedule, steps, warmup):
     found = rates(steps=steps, lr=1.0, warmup=warmup, schedule=schedule)
-    assert all(0.0 <= rate <= 1.0 and math.isfinite(rate) for rate in found) and max(found) == 1.0
+    assert all(0.0 <= rate <= 1.0 and math.isfinite(rate) for rate in found)
+    assert max(found) == 1.0 or (schedule, steps) == ("wsd", 1)  # its only step is of the decay
 
 
 def test_beyond_the_last_step_it_stays():
@@ -113,3 +130,89 @@ def test_the_norm_is_that_of_the_whole_gradient(
         assert norm == pytest.approx(float(expected), rel=1e-5)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+# -- Muon -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7), (1, 5)])
+def test_the_iteration_is_its_polynomial_of_the_singular_values(shape: tuple[int, int]):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values, (a, b, c) = values / values.norm(), COEFFICIENTS
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    torch.testing.assert_close(orthogonal(matrix), left * values @ right)
+    assert not orthogonal(torch.zeros(shape)).any()
+
+
+# with the usual eps AdamW takes a gradient of 1e-8, which is rounding, for a whole step
+MUON = Train(steps=9, optimizer="muon", lr=0.01, warmup=0, schedule="constant", eps=1e-4)
+
+
+def updated(stack: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    run = prepared("qwen2", **stack)
+    optimizer = build_optimizer(run.model, MUON)
+    for step in range(steps):
+        run.loss(run.shard(tokens(8, 20).roll(step, 1))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(p.detach()) for name, p in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world", "stack"),
+    [(2, dict(ulysses=2)), (4, dict(ulysses=2, replicate=2)), (3, dict(ulysses=3)), (2, dict(shard_parameters=False))],
+    ids=str,
+)
+def test_muon_does_not_depend_on_the_layout(workers: Workers, world: int, stack: dict[str, Any]):
+    """Against a loop over the untouched model, in which torch's AdamW has what is no matrix of a layer."""
+    model = tiny("qwen2")
+    layers = {p for p in model.model.layers.parameters() if p.dim() == 2}
+    others = parameter_groups(model, MUON.weight_decay)
+    for group in others:
+        group["params"] = [p for p in group["params"] if p not in layers]
+    adam = torch.optim.AdamW(others, lr=MUON.lr, betas=MUON.betas, eps=MUON.eps)
+    momentum = {p: torch.zeros_like(p) for p in layers}
+    for step in range(2):
+        ids = tokens(8, 20).roll(step, 1)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        adam.step()
+        with torch.no_grad():
+            for p in layers:
+                momentum[p] = 0.95 * momentum[p] + 0.05 * p.grad
+                update = orthogonal(0.05 * p.grad + 0.95 * momentum[p])
+                p.copy_(p * (1 - MUON.lr * MUON.weight_decay) - MUON.lr * 0.2 * max(p.shape) ** 0.5 * update)
+    for found in workers.run(updated, stack, 2, world=world):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_planner_counts_what_muon_holds():
+    model = tiny("qwen2")
+    optimizer = build_optimizer(model, MUON)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = sum(t.nbytes for state in optimizer.state.values() for name, t in state.items() if name != "step")
+    job = Job(sizes_of(model.config.to_dict(), "tiny"), Stack(), 64, optimizer="muon")
+    assert held == pytest.approx(job.optimizer_bytes * job.trained) and 4 < job.optimizer_bytes < 8
+    slow, fast = (
+        plan("llama3_8b", gpus="8xH100", context="64K", stack=Stack(ulysses=8), optimizer=name).speed.parts
+        for name in ("muon", "adamw")
+    )
+    assert slow["optimizer"] > 0 == fast["optimizer"] and slow["matmul"] == fast["matmul"]
+    for more in (dict(lora=8), dict(offload_optimizer=True)):
+        with pytest.raises(ValueError, match="optimizer='muon' works on whole matrices on the GPU"):
+            plan("llama3_8b", gpus="8xH100", context="64K", optimizer="muon", **more)
+
+
+def test_muon_has_the_matrices_of_layers_and_refuses_what_it_has_no_rule_for():
+    model = tiny("qwen2")
+    optimizer = build_optimizer(model, MUON)
+    orthogonal = {p for group in optimizer.param_groups if group["orthogonal"] for p in group["params"]}
+    assert orthogonal == {p for p in model.model.layers.parameters() if p.dim() == 2}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    with pytest.raises(ValueError, match=r"muon has no rule for model\.layers\.0\.mlp\.experts\S+, .* use adamw"):
+        build_optimizer(tiny("mixtral"), MUON)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .fields import COUNT, TEXT, OrNull, one_of, shown, wrong
+from .fields import COUNT, OBJECT, TEXT, OrNull, one_of, shown, wrong
 from .files import read_json, remove_halves, write_atomically
 
 CONTRACT = 1
@@ -36,6 +36,7 @@ _STATUS = {
     "state": one_of(*STATES),
     **{f"{name}?": OrNull(TEXT) for name in ("time", "host", "checkpoint", "cause", "resume")},
     **{f"{name}?": OrNull(COUNT) for name in ("pid", "step", "steps", "attempts", "exit_code")},
+    "best?": OrNull(OBJECT),
 }
 
 

@@ -85,7 +85,8 @@ def _table(checkpoints: list[About]) -> str:
 
     rows = [("checkpoint", "time", "size", "files", "ranks", "state", "run")]
     for checkpoint in checkpoints:
-        name = f"{checkpoint.path.name}{' (LATEST)' if checkpoint.latest else ''}"
+        marks = [mark for mark, there in (("LATEST", checkpoint.latest), ("BEST", checkpoint.best)) if there]
+        name = checkpoint.path.name + (f" ({', '.join(marks)})" if marks else "")
         world = "?" if checkpoint.world is None else str(checkpoint.world)
         size = format_bytes(checkpoint.bytes)
         rows.append(

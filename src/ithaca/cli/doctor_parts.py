@@ -126,6 +126,7 @@ OPTIONAL = (
     ("datasets", "pip install datasets", "Hugging Face datasets as data"),
     ("tensorboard", "pip install tensorboard", "TensorBoard events (log.tensorboard)"),
     ("wandb", "pip install wandb", "Weights & Biases (log.wandb)"),
+    ("mlflow", "pip install mlflow-skinny", "MLflow (log.mlflow)"),
 )
 
 

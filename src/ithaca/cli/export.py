@@ -16,6 +16,7 @@ checkpoint or in the dtype written, is refused. OUT must not exist. With --push 
 examples:
   ithaca export runs/mine exported
   ithaca export runs/mine/checkpoints/step-400 exported --dtype fp32
+  ithaca export runs/mine exported --checkpoint best
   ithaca export runs/lora merged --merge --base models/llama
   ithaca export runs/mine exported --push my-name/my-model --private
 """
@@ -31,6 +32,10 @@ def add_export(verbs: Any) -> None:
     parser.set_defaults(run=_export)
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run folder, or a checkpoint (step-N)")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist")
+    parser.add_argument(
+        "--checkpoint", default="latest", metavar="latest|best|step-N",
+        help="of a run folder: the newest (default), the best by its evaluations (eval.keep_best), or this one",
+    )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights; fp32 keeps every bit (default: bf16)"
     )
@@ -64,7 +69,9 @@ def _export(options: argparse.Namespace) -> int:
         check_push(options.push, private=options.private)  # before the work
     try:
         return newest(
-            lambda: find_checkpoint(options.source), lambda path: _carry_out(options, path), named=options.source
+            lambda: find_checkpoint(options.source, options.checkpoint),
+            lambda path: _carry_out(options, path),
+            named=options.source,
         )
     except CheckpointError as error:
         raise Failed(error.exit_code, str(error)) from error

@@ -20,6 +20,7 @@ from ..base.processes.system import LAUNCHER
 from .ask import add_ask
 from .bench import add_bench
 from .ckpt import add_ckpt
+from .config import add_config
 from .data import add_data
 from .doctor import add_doctor
 from .eval import add_eval
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_export(verbs)
     add_report(verbs)
     add_recipes(verbs)
+    add_config(verbs)
     add_slurm(verbs)
     add_doctor(verbs)
     add_bench(verbs)

@@ -69,7 +69,7 @@ def add_request(parser: Any, *, gpus: bool = True) -> None:
     parser.add_argument(
         "--disk", help="scratch space of one machine; not given: no disk is used unless you fix store=disk"
     )
-    parser.add_argument("--optimizer", default="adamw", help="adamw or adamw8bit (default %(default)s)")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw8bit or muon (default %(default)s)")
     parser.add_argument(
         "--offload-optimizer", action="store_true", help="weights, gradients and states wait in host memory"
     )

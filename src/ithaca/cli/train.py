@@ -1,31 +1,19 @@
 """`ithaca train`: one command that starts a run and resumes it.
 
-Dotted options (`--train.steps 100`) override the file, the file overrides its recipe. On one machine the command starts its own
-workers; under torchrun or srun it joins the job. Before any worker starts, what is on the Hub is fetched, and data that is not
-packed yet is packed.
+Dotted options (`--train.steps 100`) override the file, the file overrides its recipe. What is done with it, by this command and by
+`ithaca.train`, is in training/entry.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base import faults
-from ..base.exits import DATA, Failed
-from ..base.files import read_text, write_atomically
-from ..base.hub import read_pins, remember
-from ..base.processes.fork_server import MODELS
-from ..base.run_folder import RunFolder
-from ..config import Config, Loaded, dump, load
-from ..config.curriculum import phase_configs
-from ..training.launch import find_job, start
-
-PRELOAD = ("ithaca.training.phases", "ithaca.training.trainer", *MODELS)
+from ..config import load
+from ..training.entry import Wishes, carry_out, check_only, dry_run
 
 
 def add_train(verbs: Any) -> None:
@@ -49,6 +37,11 @@ def add_train(verbs: Any) -> None:
         "--check",
         action="store_true",
         help="print the whole config, look for every problem that files can tell, and stop",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the same, count the data, show the plan of memory and time, and stop: no step, nothing written",
     )
     parser.add_argument(
         "--allow-change",
@@ -76,70 +69,9 @@ def run_train(options: argparse.Namespace) -> int:
         )
     loaded = load(None if options.config is None else Path(options.config), overrides, options.recipe)
     injected = faults.parse_all(options.fault, os.environ)
-    job = find_job(os.environ)
-    alone = job is None  # workers that we start, or that others started, come here again as ranks
-    loaded, pinned = _fetched(loaded)
-    config = loaded.config
-    if options.check or alone:
-        from ..training.preflight import check_run, finished, verdict
-
-        preflight = check_run(config, loaded.text, allow_change=options.allow_change)
-        preflight.require()
-        if options.check:
-            print(loaded.text, end="")
-            print(verdict(preflight, config))
-            return 0
-        if preflight.done is not None and preflight.done >= config.train.steps:
-            print(finished(preflight.done, config))
-            return 0
-        for part in phase_configs(config):
-            pack_before(part, options.quiet)
-        if preflight.unpacked:  # now it can be opened
-            check_run(config, loaded.text, allow_change=options.allow_change).require()
-    if pinned and (job is None or job.rank == 0):
-        _write_pins(config, pinned)
-
-    def train_here(config: Config) -> int:
-        from ..training.phases import train_in_phases
-        from ..training.trainer import train
-
-        def one(config: Config, text: str | None, *, first: bool, last: bool) -> int:
-            more: dict[str, Any] = dict(allow_change=options.allow_change, injected=injected, first=first, last=last)
-            return train(config, quiet=options.quiet, text=text, **more)
-
-        return train_in_phases(config, loaded.text, one)
-
-    return start(config, train_here, preload=PRELOAD)
-
-
-def _fetched(loaded: Loaded) -> tuple[Loaded, dict[str, str]]:
-    """With all that is on the Hub here, at the commits that the run began with. -> and which commits those are"""
-    from ..data.fetch import fetch_run, pins_of
-
-    with suppress(OSError, ValueError):
-        remember(read_pins(read_text(RunFolder(loaded.config.run.folder).hub)))
-    config = fetch_run(loaded.config)
-    return replace(loaded, config=config, text=dump(config, loaded.origins)), pins_of(loaded.config)
-
-
-def _write_pins(config: Config, pinned: dict[str, str]) -> None:
-    folder = RunFolder(config.run.folder)
-    folder.create()
-    write_atomically(folder.hub, json.dumps(pinned, indent=1) + "\n")
-
-
-def pack_before(config: Config, quiet: bool) -> None:
-    if config.eval.every is not None:
-        from ..evaluation.held_out import check_evaluation
-
-        check_evaluation(config, (lambda line: None) if quiet else print)
-    if config.data.is_packed:
-        from ..data.samples import pack_sources, packed_folder
-
-        try:
-            pack_sources(config, (lambda line: None) if quiet else print)
-        except (ValueError, OSError) as error:
-            where = (
-                f"packing into {packed_folder(config)}: " if isinstance(error, OSError) and not error.filename else ""
-            )
-            raise Failed(DATA, where + str(error)) from error
+    wishes = Wishes(quiet=options.quiet, allow_change=options.allow_change, injected=injected)
+    if options.check:
+        check_only(loaded, wishes)
+    if options.dry_run:
+        dry_run(loaded, wishes)
+    return 0 if options.check or options.dry_run else carry_out(loaded, wishes)

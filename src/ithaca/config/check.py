@@ -18,7 +18,7 @@ from typing import Any
 from ..base.hub import PREFIX, local
 from ..stack import Stack
 from .option import about, accepts, expectation, kinds, out_of_range
-from .schema import Config, Rope, Source
+from .schema import DECAY, DECAY_SHAPE, Config, Rope, Source, Train, in_steps
 
 Problem = tuple[tuple[str, ...], str]  # the paths it is about, the first being where to look; and the words
 _LEAST, _MOST = 2.0**-126, float(2**128 - 2**104)  # of float32, without the numbers that lose digits towards 0
@@ -59,7 +59,8 @@ def missing(config: Config, presets: Collection[str] = ()) -> list[str]:
     scratch = config.stack.scratch
     if scratch and not Path(scratch).is_dir():
         problems.append(f"stack.scratch={scratch!r} is not a folder; create it on a fast disk")
-    trackers = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    log = config.log
+    trackers = {"tensorboard": log.tensorboard, "wandb": log.wandb is not None, "mlflow": log.mlflow is not None}
     problems += [
         f"log.{name} needs the package {name}; install it with: pip install {name}, or leave log.{name} out"
         for name, asked in trackers.items()
@@ -186,6 +187,7 @@ def _stack(config: Config) -> Iterator[Problem]:
 
 def _train(config: Config) -> Iterator[Problem]:
     train, chosen, world = config.train, config.stack.chosen, config.launch.world
+    yield from _length(config)
     if train.accumulation >= 1 and train.rows % train.accumulation:
         yield (
             ("train.accumulation", "train.rows"),
@@ -211,6 +213,10 @@ def _train(config: Config) -> Iterator[Problem]:
             ("train.warmup", "train.steps"),
             f"train.warmup={train.warmup} must be less than train.steps={train.steps}, or the run ends before lr is reached",
         )
+    else:
+        yield from _decay(train)
+    if train.optimizer == "muon":
+        yield from _muon(config)
     if train.min_lr > train.lr:
         yield ("train.min_lr", "train.lr"), f"train.min_lr={train.min_lr} is above train.lr={train.lr}; lower it"
     for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "z_loss", "label_smoothing"):
@@ -221,6 +227,64 @@ def _train(config: Config) -> Iterator[Problem]:
         yield (
             ("train.betas",),
             f"train.betas={list(train.betas)} must both be at least 0 and below 1, in float32 too (at most 0.9999999)",
+        )
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    train = config.train
+    if train.epochs is None:
+        if train.steps == 0:
+            yield (
+                ("train.steps",),
+                "train.steps is missing or 0: optimizer steps of the whole run, at least 1; or give train.epochs",
+            )
+        return
+    if train.steps > 0:
+        yield (
+            ("train.epochs", "train.steps"),
+            f"train.steps={train.steps} and train.epochs={train.epochs:g} are both given; drop one of them",
+        )
+    if config.phases:
+        yield ("train.epochs", "phases"), "train.epochs cannot be given with phases, which have steps of their own"
+    endless = [source.synthetic for source in config.data.sources if source.synthetic]
+    if endless:
+        yield (
+            ("train.epochs", "data.sources"),
+            f"train.epochs needs data that has an end, and synthetic: {endless[0]} has none; give train.steps",
+        )
+
+
+def _decay(train: Train) -> Iterator[Problem]:
+    if train.schedule != "wsd":
+        for name, default in (("decay", DECAY), ("decay_shape", DECAY_SHAPE)):
+            if getattr(train, name) != default:
+                yield (
+                    (f"train.{name}", "train.schedule"),
+                    f"train.{name}={getattr(train, name)} is for train.schedule=wsd, and this run has {train.schedule}; drop it",
+                )
+        return
+    if isinstance(train.decay, float) and not 0 <= train.decay < 1:
+        yield ("train.decay",), f"train.decay={train.decay} is neither a number of steps (10) nor a share of them (0.1)"
+        return
+    total = train.steps if train.schedule_steps is None else train.schedule_steps
+    if total and in_steps(train.warmup, total) + in_steps(train.decay, total) > total:
+        yield (
+            ("train.decay", "train.warmup"),
+            f"train.warmup={train.warmup} and train.decay={train.decay} are more than the {total:,} steps they are of; lower one",
+        )
+
+
+def _muon(config: Config) -> Iterator[Problem]:
+    """What Muon has no rule for here (docs/decisions/0036-muon.md)."""
+    if config.model.lora is not None:
+        yield (
+            ("train.optimizer", "model.lora"),
+            "train.optimizer=muon orthogonalises updates of whole matrices, and an adapter's are two factors of one; use adamw",
+        )
+    if config.train.offload_optimizer:
+        yield (
+            ("train.optimizer", "train.offload_optimizer"),
+            "train.optimizer=muon gathers whole matrices on the GPU, and train.offload_optimizer keeps them on the host; drop one",
         )
 
 
@@ -257,6 +321,7 @@ def _rest(config: Config) -> Iterator[Problem]:
             ("eval.every",),
             f"eval.every={evaluate.every} has no data; give eval.sources or eval.packed, or questions with eval.tasks",
         )
+    yield from _best(config)
     if len(set(evaluate.lengths)) < len(evaluate.lengths) or list(evaluate.lengths) != sorted(evaluate.lengths):
         yield ("eval.lengths",), f"eval.lengths={list(evaluate.lengths)} must be ascending, each length once"
     if config.launch.cpu is not None and config.launch.workers is not None:
@@ -275,6 +340,33 @@ def _rest(config: Config) -> Iterator[Problem]:
         yield ("run.name",), f"run.name={name!r} must be a plain name without '/'; the place goes into run.folder"
     if not config.run.folder:
         yield ("run.folder",), "run.folder is empty; name a folder for the results"
+
+
+def _best(config: Config) -> Iterator[Problem]:
+    """Evaluations that are compared with one another."""
+    evaluate = config.eval
+    asked = [name for name in ("stop_after", "keep_best") if getattr(evaluate, name)]
+    for name in asked:
+        if evaluate.every is None:
+            yield (
+                (f"eval.{name}", "eval.every"),
+                f"eval.{name} compares evaluations, and there are none; give eval.every",
+            )
+        elif config.phases:
+            yield (
+                (f"eval.{name}", "phases"),
+                f"eval.{name} compares evaluations of one context, and phases have several; leave it out",
+            )
+    metric = evaluate.metric
+    if metric is None:
+        return
+    if metric == "held_out":
+        there, remedy = bool(evaluate.sources) or evaluate.packed is not None, "give eval.sources or eval.packed"
+    else:
+        task = "needle" if metric == "needle_longest" else metric
+        there, remedy = task in evaluate.tasks, f"add {task} to eval.tasks"
+    if not there:
+        yield ("eval.metric",), f"eval.metric={metric} is not measured; {remedy}, or choose another metric"
 
 
 NEEDS = {

@@ -2,7 +2,7 @@
 
 Precedence: command line > file > recipe > default. A recipe is named by `recipe:` in the file or by --recipe. Lists are
 replaced as a whole; sections are merged key by key; null switches an optional section off; `stack: auto` drops what lies
-below it, and a field of the stack switches auto off.
+below it, and a field of the stack switches auto off; steps take the place of epochs below them, and the other way round.
 
     loaded = load("run.yaml", ["train.steps=100"])
     loaded.config.train.steps         # 100
@@ -26,6 +26,7 @@ from .read import Given, Reader, build
 from .schema import Config
 
 _SECTIONS = [field.name for field in fields(Config)]
+_LENGTH = ("train.steps", "train.epochs")
 _STACK = {f"stack.{field.name}" for field in fields(Stack)}
 
 
@@ -150,7 +151,8 @@ def _phases(given: dict[str, Given]) -> None:
     if phases is not None and phases.value:
         longest, steps = max(phase.context for phase in phases.value), sum(phase.steps for phase in phases.value)
         given.setdefault("data.context", Given(longest, phases.place))
-        given.setdefault("train.steps", Given(steps, phases.place))
+        if "train.epochs" not in given:
+            given.setdefault("train.steps", Given(steps, phases.place))
 
 
 def _over(below: dict[str, Given], above: dict[str, Given]) -> dict[str, Given]:
@@ -166,6 +168,10 @@ def _over(below: dict[str, Given], above: dict[str, Given]) -> dict[str, Given]:
     elif auto is None and any(name in _STACK for name in above):
         first = next(setting for name, setting in above.items() if name in _STACK)
         kept["stack.auto"] = Given(False, first.place)
+    for one, other in (_LENGTH, _LENGTH[::-1]):
+        # two options of one command line contradict each other; what lies below one of them is replaced by it
+        if above.get(one) and above[one].value and other in kept and kept[other].place.line is not None:
+            del kept[other]
     return {**kept, **above}
 
 

@@ -7,6 +7,7 @@ A non-finite loss or gradient always stops a run before the weights are touched;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,11 +18,14 @@ from ..stack import Stack
 from .option import option, required
 
 LONGEST = 2**40  # tokens of a row
+DECAY, DECAY_SHAPE = 0.1, "1-sqrt"  # of a wsd schedule that does not say
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 TASKS = ("needle", "multi_key", "multi_value", "variable_tracking", "common_words")
 """Of an evaluation. A new one is a name at the end here and a method of that name in evaluation/tasks.py."""
+METRICS = ("held_out", "needle_longest", *TASKS)
+"""Numbers of an evaluation that runs can be compared by: evaluation/suite.headline makes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,20 +206,46 @@ class Phase:
     rope: Rope | None = option(None, "Rotary settings of this phase; null = model.rope.")  # noqa: RUF009
 
 
+def in_steps(given: int | float, total: int) -> int:
+    """Steps that are given as such, or as a share of all."""
+    return math.ceil(given * total) if isinstance(given, float) else given
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """How the weights change."""
 
-    steps: int = required("Optimizer steps of the whole run.", least=1)
+    steps: int = option(0, "Optimizer steps of the whole run; 0 = as many as train.epochs takes.", least=0)
+    epochs: float | None = option(
+        None,
+        "In place of steps: the run ends when every source was gone through so often, each time in a new order. By its weight a "
+        "smaller source may come more often. The last step is filled up with rows of the next epoch.",
+        above=0,
+        most=1_000_000,
+    )
     rows: int = option(1, "Rows per optimizer step, over all ranks and accumulation.", least=1)
     accumulation: int = option(1, "Micro-batches that a step's rows are split into, one after the other.", least=1)
     optimizer: str = option(
-        "adamw", "adamw8bit holds its states in 8 bits (package torchao).", choices=("adamw", "adamw8bit")
+        "adamw",
+        "adamw8bit holds its states in 8 bits (package torchao). muon orthogonalises the updates of the layers' matrices, with the "
+        "same lr and decay; embedding, head, norms and biases have AdamW.",
+        choices=("adamw", "adamw8bit", "muon"),
     )
     offload_optimizer: bool = option(False, "Master weights and optimizer states wait in host memory.")
     lr: float = option(1e-5, "Largest learning rate.", above=0)
     min_lr: float = option(0.0, "Learning rate at the last step.", least=0)
-    schedule: str = option("cosine", "From lr to min_lr after the warm-up.", choices=("cosine", "linear", "constant"))
+    schedule: str = option(
+        "cosine",
+        "From lr to min_lr after the warm-up. wsd (warm-up, stable, decay): lr stays until the last steps, which bring it down.",
+        choices=("cosine", "linear", "constant", "wsd"),
+    )
+    decay: int | float = option(
+        DECAY, "wsd: steps that bring lr down; a number below 1 with a point is a share of all steps.", least=0
+    )
+    decay_shape: str = option(
+        DECAY_SHAPE, "wsd: how lr comes down; 1-sqrt falls fast first and slowly at the end.",
+        choices=("1-sqrt", "linear", "cosine"),
+    )  # fmt: skip
     schedule_steps: int | None = option(
         None, "Steps that warm-up and schedule are spread over; null = train.steps.", least=1
     )
@@ -273,6 +303,22 @@ class Evaluate:
         choices=("auto", "words", "ids", "pairs"),
     )
     seed: int = option(0, "Of the texts.", least=0)
+    metric: str | None = option(
+        None,
+        "What evaluations are compared by: held_out (loss, the lower the better), or a task's accuracy; needle_longest: that of "
+        "needles at the greatest length. null = held_out where there is such data, else the first task.",
+        choices=METRICS,
+    )
+    improvement: float = option(0.0, "By how much the metric must beat the best so far to be the best.", least=0)
+    stop_after: int | None = option(
+        None,
+        "The run ends after so many evaluations in a row that were not the best; null = at its last step.",
+        least=1,
+    )
+    keep_best: bool = option(
+        False,
+        "Save after the best evaluation so far, and keep that checkpoint whatever is pruned: ithaca export --checkpoint best.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +328,11 @@ class Log:
     every: int = option(1, "Steps between lines.", least=1)
     tensorboard: bool = option(False, "Also write TensorBoard events into the run folder.")
     wandb: str | None = option(None, "Weights & Biases project to report to; null = off.")
+    mlflow: str | None = option(
+        None,
+        "MLflow experiment to report to (package mlflow or mlflow-skinny), at MLFLOW_TRACKING_URI, or else in the run folder; "
+        "null = off.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ Weights that would need more than 65,536 are rounded to that resolution.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from math import gcd, isfinite, lcm
+from math import ceil, gcd, isfinite, lcm
 
 import numpy as np
 
@@ -71,6 +72,17 @@ class Order:
     def epochs(self, index: int) -> list[float]:
         """How often each source has been gone through before sample `index`."""
         return [drawn / size for drawn, size in zip(self.drawn(index), self.sizes, strict=True)]
+
+    def until(self, epochs: float) -> int:
+        """The fewest samples after which every source has been gone through so often."""
+        times = Fraction(Decimal(repr(epochs)))  # as written: 1.1 of ten rows are eleven
+        wanted = [ceil(times * size) for size in self.sizes]
+
+        def reached(index: int) -> bool:
+            return all(drawn >= want for drawn, want in zip(self.drawn(index), wanted, strict=True))
+
+        turns = max(-(-want // count) for want, count in zip(wanted, self.counts, strict=True))
+        return bisect_left(range(turns * len(self._table)), True, key=reached)
 
 
 def _violations(sizes: Sequence[int], weights: Sequence[float], seed: int) -> list[str]:

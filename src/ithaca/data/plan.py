@@ -166,10 +166,11 @@ def _learnable(
 
 
 def open_plan(
-    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None
-) -> RowPlan:
+    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None,
+    keep: bool = True,
+) -> RowPlan:  # fmt: skip
     """The plan from `rows/` in the packed folder; made and put there if it is not yet. A folder that cannot be written to is no
-    error: the plan then lives in memory."""
+    error: the plan then lives in memory, as it does without keep."""
     check_context(context, long_documents)
     asked = [_RECIPE, packed.identity, context, long_documents, seed, source]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
@@ -177,7 +178,8 @@ def open_plan(
     if not (folder / "plan.json").is_file():
         plan = make_plan(packed, context, long_documents=long_documents, seed=seed, source=source)
         with suppress(OSError, ValueError):  # read-only, or another process was first
-            _save(plan, folder)
+            if keep:
+                _save(plan, folder)
         if not (folder / "plan.json").is_file():
             return plan
     return _load(folder, packed, context, source)

@@ -143,11 +143,13 @@ def positions_of(documents: list[int], start: int, stop: int) -> np.ndarray:
     return where - np.concatenate([[0], ends])[np.searchsorted(ends, where, side="right")]
 
 
-def open_rows(packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0) -> list[Rows]:
+def open_rows(
+    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, keep: bool = True
+) -> list[Rows]:
     """The rows of every source of a packed folder, for a `Stream` to mix."""
     rows = []
     for number, about in enumerate(packed.manifest["sources"]):
-        plan = open_plan(packed, context, long_documents=long_documents, seed=seed, source=number)
+        plan = open_plan(packed, context, long_documents=long_documents, seed=seed, source=number, keep=keep)
         rows.append(Rows(packed, plan, about["name"]))
     return rows
 

@@ -46,8 +46,10 @@ def _from_files(sources: tuple[Source, ...]) -> list[Source]:
     return [source for source in sources if source.synthetic is None]
 
 
-def pack_sources(config: Config, say: Callable[[str], None]) -> None:
-    """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of files and documents."""
+def pack_sources(config: Config, say: Callable[[str], None], *, keep: bool = True) -> None:
+    """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of files and documents.
+
+    keep: remember which files were right, and their rows; without, and with data that is packed, nothing is written."""
     files, folder, data = _from_files(config.data.sources), packed_folder(config), config.data
     if files:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -56,15 +58,15 @@ def pack_sources(config: Config, say: Callable[[str], None]) -> None:
     else:
         packed = Packed(folder)
     say("\n".join(summary(packed)))
-    check_files(packed, RunFolder(config.run.folder).checked, say)
+    check_files(packed, RunFolder(config.run.folder).checked, say, keep=keep)
     if (local(config.tokenizer) / "tokenizer.json").is_file():
         check_tokenizer(packed, load_tokenizer(config.tokenizer), config.tokenizer)
-    for rows in _rows(config, packed):
+    for rows in _rows(config, packed, keep):
         say("\n".join(plan_words(rows.name, data.context, rows.plan.counts, data.long_documents)))
 
 
-def check_files(packed: Packed, remembered: Path, say: Callable[[str], None]) -> None:
-    """Compare the SHA-256 of all packed files with the manifest, once: what was right is remembered with size and time."""
+def check_files(packed: Packed, remembered: Path, say: Callable[[str], None], *, keep: bool = True) -> None:
+    """Compare the SHA-256 of all packed files with the manifest, once: with keep, what was right is noted with size and time."""
     key, known = str(packed.folder.resolve()), {}
     with suppress(OSError, ValueError):
         known = read_json(remembered)
@@ -81,7 +83,7 @@ def check_files(packed: Packed, remembered: Path, say: Callable[[str], None]) ->
             say(f"checking {packed.folder}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
 
     now = packed.verify(seen if isinstance(seen, dict) else None, progress)
-    if now != seen:
+    if keep and now != seen:
         with suppress(OSError):  # then they are read again next time
             remembered.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(remembered, json.dumps({**known, key: now}, indent=1) + "\n")
@@ -95,18 +97,18 @@ def encoding(config: Config) -> dict[str, Any]:
     return {"tokenizer": config.tokenizer}
 
 
-def _rows(config: Config, packed: Packed) -> list[Rows]:
+def _rows(config: Config, packed: Packed, keep: bool) -> list[Rows]:
     data = config.data
-    return open_rows(packed, data.context, long_documents=data.long_documents, seed=data.seed)
+    return open_rows(packed, data.context, long_documents=data.long_documents, seed=data.seed, keep=keep)
 
 
-def open_stream(config: Config, vocabulary: int) -> Stream:
-    """All rows of a run, mixed by weight."""
+def open_stream(config: Config, vocabulary: int, *, keep: bool = True) -> Stream:
+    """All rows of a run, mixed by weight. keep: remember which rows there are (plan.py)."""
     data = config.data
     sources, weights = [], []
     files = _from_files(data.sources)
     if files or data.packed:
-        rows = _rows(config, Packed(packed_folder(config)))
+        rows = _rows(config, Packed(packed_folder(config)), keep)
         rows[0].packed.check_vocabulary(vocabulary)
         sources += rows
         # a packed folder that is given without its sources has nothing to weigh them by

@@ -124,6 +124,12 @@ class RankCost:
             return {"gradients": 0}
         return {"gradients": self.on_device * (weights // self.shards * self.master)}
 
+    def updating(self) -> Bytes:
+        """What Muon works on, one matrix at a time (muon.py)."""
+        if self.job.optimizer != "muon":
+            return {}
+        return {"fsdp": 5 * BF16 * max(rows * columns for rows, columns in self.job.matrices)}
+
     def reducing(self, weights: int, beside: int) -> int:
         """Gradients on their way to their shards: in fp32, what is there beside them, and this rank's part of the sum."""
         return FP32 * weights + beside + FP32 * weights // self.shards

@@ -10,7 +10,11 @@ from ..config.schema import LINEARS
 from ..stack import Stack
 from .model.sizes import ModelSizes
 
-OPTIMIZERS = {"adamw": 8.0, "adamw8bit": 2.1}  # bytes of states for each trained weight
+OPTIMIZERS = {
+    "adamw": 8.0,
+    "adamw8bit": 2.1,
+    "muon": 4.0,
+}  # bytes of states for each trained weight; of muon, of a matrix
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,16 @@ class Job:
 
     @property
     def optimizer_bytes(self) -> float:
-        return OPTIMIZERS[self.optimizer]
+        """Of states, for a trained weight; the mean, where they differ."""
+        if self.optimizer != "muon":
+            return OPTIMIZERS[self.optimizer]
+        share = sum(rows * columns for rows, columns in self.matrices) / self.trained
+        return share * OPTIMIZERS["muon"] + (1 - share) * OPTIMIZERS["adamw"]
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of every matrix of the layers."""
+        return [shape for shape in self.model.layer_tensors if min(shape) > 1] * self.model.layers
 
     def kernel_of(self, layer: int) -> str:
         return self.windowed or self.kernel if self.model.windows[layer] is not None else self.kernel

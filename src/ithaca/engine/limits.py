@@ -27,6 +27,9 @@ IN_FLIGHT = 2**30
 TABLE_BYTES = 2**27
 """Of cos and sin of all tokens of a rank, up to which they are kept: 256K tokens of heads of 128 in bf16."""
 
+NEWTON_SCHULZ = 5
+"""Iterations that make Muon's update of a matrix nearly orthogonal."""
+
 SHORTEST_LOSS_TILE = 256
 LOGITS = {True: 2**29, False: 2**27}
 """Elements of a tile of logits: near 1 GB in bf16 where one tensor is all there is (one kernel makes loss and gradient), and near

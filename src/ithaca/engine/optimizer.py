@@ -1,4 +1,4 @@
-"""What changes the weights: AdamW on sharded fp32 masters, its learning rate, and the clipping of gradients.
+"""What changes the weights: AdamW (or Muon) on sharded fp32 masters, its learning rate, and the clipping of gradients.
 
 The learning rate is a pure function of the step, not an object with a state of its own: a resumed run needs nothing but its
 step, and a longer run is a matter of one number.
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..base.holding import module_holds
-from ..config.schema import Train
+from ..config.schema import Train, in_steps
+from .muon import Muon, matrices_of
 
 EIGHT_BIT = "train.optimizer: adamw8bit needs the package torchao (pip install torchao); or use adamw"
 module_holds(__name__, "gradients")
@@ -32,7 +33,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, train: Train, compute: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    """compute: what the model computes in, for updates that are more than a sum."""
     groups = parameter_groups(model, train.weight_decay)
     settings: dict[str, Any] = dict(lr=train.lr, betas=train.betas, eps=train.eps)
     if train.optimizer == "adamw8bit":
@@ -41,11 +43,27 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         except ImportError:
             raise ValueError(EIGHT_BIT) from None
         return AdamW8bit(groups, **settings)
+    if train.optimizer == "muon":
+        return _muon(model, groups, compute, settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
+def _muon(
+    model: nn.Module, groups: list[dict[str, Any]], compute: torch.dtype, settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    matrices = set(matrices_of(model))
+    if not matrices:
+        raise ValueError("train.optimizer: muon finds no matrix to train but embedding and head; use adamw")
+    split = [
+        {**group, "params": [p for p in group["params"] if (p in matrices) == orthogonal], "orthogonal": orthogonal}
+        for group in groups
+        for orthogonal in (True, False)
+    ]
+    return Muon([group for group in split if group["params"]], compute=compute, fused=True, **settings)
+
+
 def warmup_steps(train: Train) -> int:
-    return math.ceil(train.warmup * spread_over(train)) if isinstance(train.warmup, float) else train.warmup
+    return in_steps(train.warmup, spread_over(train))
 
 
 def spread_over(train: Train) -> int:
@@ -53,17 +71,21 @@ def spread_over(train: Train) -> int:
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Of the step after `step` finished ones: up in a line, then from lr to min_lr at the last step."""
-    warmup = warmup_steps(train)
+    """Of the step after `step` finished ones: up in a line, then from lr to min_lr at the last step. wsd stays at lr until its last
+    steps (Hu et al. 2024), of which 1-sqrt was found best (Hägele et al. 2024)."""
+    warmup, total = warmup_steps(train), spread_over(train)
     if step < warmup:
         return train.lr * (step + 1) / warmup
     if train.schedule == "constant":
         return train.lr
-    left = 1.0 - (step - warmup) / max(spread_over(train) - 1 - warmup, 1)
-    left = min(max(left, 0.0), 1.0)
-    if train.schedule == "cosine":
-        left = 0.5 * (1.0 - math.cos(math.pi * left))
-    return train.min_lr + (train.lr - train.min_lr) * left
+    if train.schedule == "wsd":
+        decay = in_steps(train.decay, total)
+        shape, gone = train.decay_shape, (step + 1 - (total - decay)) / max(decay, 1)
+    else:
+        shape, gone = train.schedule, (step - warmup) / max(total - 1 - warmup, 1)
+    gone = min(max(gone, 0.0), 1.0)
+    left = {"linear": 1.0 - gone, "1-sqrt": 1.0 - math.sqrt(gone), "cosine": 0.5 * (1.0 + math.cos(math.pi * gone))}
+    return train.min_lr + (train.lr - train.min_lr) * left[shape]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, kept at arm's length: neither may stop a run or slow it down.
+"""TensorBoard, Weights & Biases and MLflow, kept at arm's length: none may stop a run or slow it down.
 
 A tracker is imported, opened and called in a daemon thread of its own, behind a queue of bounded length:
 
@@ -15,6 +15,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..config.schema import Log
 logger = logging.getLogger(__name__)
 
 CAPACITY = 1000  # lines that may wait for a tracker: under 1 MB
+_BATCH, _PARAM = 100, 6000  # MLflow's limits: parameters of a request, characters of one
 PATIENCE = 15.0  # seconds that the end of a run waits for a tracker to send what is left
 
 
@@ -166,6 +168,42 @@ def _logged_in(wandb: Any) -> bool:
         return "WANDB_API_KEY" in os.environ
 
 
+class Mlflow:
+    """A run of MLflow, the same one again after a resume: numbers by step, the config as parameters, no pictures. Where
+    MLFLOW_TRACKING_URI names no server it writes to the disk, under FOLDER/mlflow (`mlflow ui --backend-store-uri`)."""
+
+    def __init__(self, experiment: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # an extra
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        place, uri = folder / "mlflow", os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its other store on disk needs a database package
+            uri = place.absolute().as_uri()
+        self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
+        identity = place / "run-id.txt"
+        with suppress(FileNotFoundError):
+            self._run = identity.read_text(encoding="utf-8").strip()
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        known = self._client.get_experiment_by_name(experiment)
+        where = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        self._run = self._client.create_run(where, run_name=name).info.run_id
+        params = [Param(key, str(value)[:_PARAM]) for key, value in settings.items()]
+        for at in range(0, len(params), _BATCH):
+            self._client.log_batch(self._run, params=params[at : at + _BATCH])
+        place.mkdir(parents=True, exist_ok=True)
+        identity.write_text(self._run + "\n", encoding="utf-8")
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        now = int(time.time() * 1000)
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in numbers.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
 def _run_id(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8").strip()
@@ -183,4 +221,7 @@ def open_trackers(folder: RunFolder, log: Log, name: str, settings: Mapping[str,
     if log.wandb is not None:
         project = log.wandb
         trackers.append(Background("wandb", lambda step: Wandb(project, name, folder.path, settings)))
+    if log.mlflow is not None:
+        experiment = log.mlflow
+        trackers.append(Background("MLflow", lambda step: Mlflow(experiment, name, folder.path, settings)))
     return trackers

@@ -33,7 +33,7 @@ def predict(job: Job) -> Memory:
         peaks.add("backward", standing, backward(rank, layer, in_flight))
     peaks.add("backward", standing, embedding(rank))
     standing["fsdp"] = standing["tile"] = 0
-    peaks.add("step", standing, [[rank.gradients_of(job.trained)]])
+    peaks.add("step", standing, [[rank.gradients_of(job.trained), rank.updating()]])
     waiting, offloaded = stored(rank), 0 if rank.on_device else rank.offloaded
     return Memory(
         {phase: dict(parts) for phase, parts in peaks.parts.items()},

@@ -73,6 +73,10 @@ def plan(
         problems.append(
             "offload_optimizer moves shards to the host, but shard_parameters=False keeps weights whole on the GPU"
         )
+    if optimizer == "muon" and (lora or offload_optimizer or sizes.experts):
+        problems.append(
+            "optimizer='muon' works on whole matrices on the GPU: not of adapters or experts, nor with offload_optimizer"
+        )
     require(problems, f"no plan for {sizes.name}")
     hardware = (
         replace(

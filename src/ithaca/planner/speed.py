@@ -5,7 +5,8 @@
     other       norms, rotations, copies between layouts, sums of gradients: bound by memory, by the token and layer
     pcie, disk  what the store moves, as far as computation waits for it
     links       all-to-alls, ring and FSDP2, as far as they are longer than the computation beside them
-    optimizer   AdamW on the host, where weights and states wait there (train.offload_optimizer); on a GPU it takes milliseconds
+    optimizer   AdamW on the host, where weights and states wait there (train.offload_optimizer); on a GPU it takes milliseconds.
+                Muon: products of whole matrices, the same ones on every rank, and the links that gather them
 
 Rates are those of whole steps measured on one H200 (benchmarks/results/2026-11-15-h200.md), as shares of the GPU's peak. Links
 between GPUs are the makers' figures, unless they were measured on this machine (links.py).
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from ..base.kernels import rates_of
 from ..engine.cost import RankCost
 from ..engine.job import Job
-from ..engine.limits import BF16, FP32, HOLD_BYTES, PROJECTION_TILES
+from ..engine.limits import BF16, FP32, HOLD_BYTES, NEWTON_SCHULZ, PROJECTION_TILES
 from .flops import visible_pairs
 from .hardware import Hardware
 from .links import Links
@@ -82,8 +83,21 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
         parts["optimizer"] = (update + (job.accumulation - 1) * gradients / ADDED_RATE) / job.accumulation
     parts["pcie"] = waited / gpu.pcie + max(0.0, (kept + read) / gpu.pcie - compute)
     parts["links"] = _links(rank, hardware, compute)
+    if job.optimizer == "muon":
+        parts["optimizer"] = _muon(rank, hardware) / job.accumulation
     parts = {name: job.accumulation * seconds for name, seconds in parts.items()}
     return Speed(parts, job.accumulation * tokens / sum(parts.values()))
+
+
+def _muon(rank: RankCost, hardware: Hardware) -> float:
+    """Seconds of an update: a product with the matrix on either side of the square of its Gram matrix, in each iteration."""
+    operations = gathered = 0
+    for rows, columns in rank.job.matrices:
+        short, long = min(rows, columns), max(rows, columns)
+        operations += NEWTON_SCHULZ * (4 * short * short * long + 2 * short**3)
+        gathered += BF16 * rows * columns
+    links = gathered * (1 - 1 / rank.shards) / _beyond(rank.job, hardware).gather
+    return operations / (hardware.gpu.peak * MATMUL) + links
 
 
 def _attention(job: Job, rows: int, older: bool) -> float:
@@ -150,7 +164,7 @@ def _links(rank: RankCost, hardware: Hardware, compute: float) -> float:
     """Seconds of communication that computation cannot hide."""
     job, stack, model, attention = rank.job, rank.stack, rank.model, rank.attention
     inside, between = _rates(hardware.gpu.nvlink, hardware.links), _rates(hardware.network, hardware.fabric)
-    beyond = between if job.world > hardware.per_node else inside
+    beyond = _beyond(job, hardware)
     recompute = Counter(stack.recompute_of(layer) for layer in range(model.layers))
     exchange = ring = sharding = 0.0
     if stack.ulysses > 1:
@@ -185,6 +199,13 @@ def sharded_bytes(rank: RankCost) -> dict[str, int]:
     if job.world > rank.shards:
         bytes_of["summed"] = FP32 * job.trained // rank.shards
     return bytes_of
+
+
+def _beyond(job: Job, hardware: Hardware) -> Links:
+    """What all ranks together talk over."""
+    if job.world > hardware.per_node:
+        return _rates(hardware.network, hardware.fabric)
+    return _rates(hardware.gpu.nvlink, hardware.links)
 
 
 def _rates(figure: float, measured: Links | None) -> Links:

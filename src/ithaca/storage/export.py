@@ -34,7 +34,7 @@ from ..engine.model.weights import Folder, named_tensors, saved_name
 from ..engine.run import Run
 from .check import verify
 from .dcp import plainly
-from .files import CheckpointError, damage, gone_error, is_checkpoint, latest, listed, newest, read_state
+from .files import CheckpointError, damage, gone_error, is_checkpoint, latest, listed, named_best, newest, read_state
 from .fingerprint import fingerprint
 from .finite import require_finite
 from .hf_folder import Outgoing, empty_model, write_folder
@@ -152,8 +152,10 @@ def _export(
     return write_folder(outgoing, Path(folder), fetch, Mesh(torch.device("cpu"), alone, alone, alone, alone, None))
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint meant by a checkpoint, a folder of checkpoints or a run folder."""
+def find_checkpoint(path: Path, which: str = "latest") -> Path:
+    """The checkpoint meant by a checkpoint, a folder of checkpoints or a run folder. which: of several, latest, best or step-N."""
+    if which != "latest":
+        path = _among(path, which)
     if is_checkpoint(path):
         problems = damage(path)
         if problems:
@@ -167,6 +169,23 @@ def find_checkpoint(path: Path) -> Path:
     if checkpoint is None:
         raise CheckpointError(f"{path} has no complete checkpoint; name a run folder or a checkpoint (step-N)")
     return checkpoint
+
+
+def _among(path: Path, which: str) -> Path:
+    folder = folder_of(path)
+    if step_of(path) is not None:
+        raise CheckpointError(f"{path} is one checkpoint already; leave --checkpoint out, or name its run folder")
+    if step_of(Path(which)) is not None and which == Path(which).name:
+        return folder / which
+    if which != "best":
+        raise CheckpointError(f"--checkpoint {which} is unknown; choose latest, best or step-N")
+    best = named_best(folder)
+    if best is None:
+        raise CheckpointError(
+            f"{path} has no best checkpoint: its run did not keep one (eval.keep_best), or has not evaluated yet; leave "
+            "--checkpoint out for the newest"
+        )
+    return best
 
 
 def _damaged(path: Path, problems: list[str]) -> CheckpointError:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ..base.fields import shown, wrong
 from ..base.files import json_in
 from .digest import BLOCK, Progress, digests
-from .place import LATEST, RUN, place_of, step_of
+from .place import BEST, LATEST, RUN, place_of, step_of
 from .record import MANIFEST_FIELDS, wrong_state
 
 log = logging.getLogger("ithaca")
@@ -261,7 +261,16 @@ def latest(folder: Path) -> Path | None:
 
 def named_latest(folder: Path) -> Path | None:
     """What LATEST names."""
-    name = _line(folder, LATEST)
+    return _named(folder, LATEST)
+
+
+def named_best(folder: Path) -> Path | None:
+    """What BEST names."""
+    return _named(folder, BEST)
+
+
+def _named(folder: Path, line: str) -> Path | None:
+    name = _line(folder, line)
     return folder / os.path.basename(name) if step_of(Path(name)) is not None else None
 
 

@@ -10,6 +10,7 @@ from .files import (
     CheckpointError,
     Gone,
     gone_error,
+    named_best,
     named_latest,
     published,
     read_manifest,
@@ -32,6 +33,7 @@ class About:
     another time (a copy, a restore, or a change): `verify` knows. damaged: see problems."""
     problems: tuple[str, ...]
     latest: bool  # what LATEST names
+    best: bool  # what BEST names
     time: str | None
     run: str | None
     world: int | None
@@ -104,6 +106,7 @@ def describe(path: Path) -> About:
         state="damaged" if problems else "touched" if moved else "as written",
         problems=tuple(problems),
         latest=named_latest(path.parent) == path,
+        best=named_best(path.parent) == path,
         time=manifest.get("time"),
         run=manifest.get("run"),
         world=world.get("size") if isinstance(world, dict) else None,

@@ -5,7 +5,7 @@ files below. For `LocalPlace` the address is the folder on disk. Another place m
 keeps these promises:
 
     whole or absent   what `create` writes is durable once `finish` returns; `publish` makes a draft a checkpoint at once, and
-                      only then is it listed as one; a line (`RUN`, `LATEST`) is the old one or the new one
+                      only then is it listed as one; a line (`RUN`, `LATEST`, `BEST`) is the old one or the new one
     gone at once      `remove` makes a checkpoint vanish as one before any of its bytes go, so a reader that stumbles can ask `has`
     regular           `open` gives what was written, never waits for a pipe, and says so if something else is there
 
@@ -31,7 +31,8 @@ from .digest import BLOCK
 
 log = logging.getLogger("ithaca")
 
-LATEST, RUN = "LATEST", "RUN"  # lines: which checkpoint is the newest, whose checkpoints these are
+# lines: which checkpoint is the newest, which the best (eval.keep_best), whose checkpoints these are
+LATEST, BEST, RUN = "LATEST", "BEST", "RUN"
 _PUBLISHED = re.compile(r"step-(\d{1,18})$")
 _ADDRESS = re.compile(r"step-\d{1,18}$|\.step-\d+\..*\.tmp$")
 _EARLY = 8  # blocks between two flushes where writing is not direct
@@ -184,7 +185,7 @@ class LocalPlace:
         shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self) -> None:
-        for name in (LATEST, RUN):
+        for name in (LATEST, BEST, RUN):
             remove_halves(self.folder / name)
 
 

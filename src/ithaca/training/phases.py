@@ -36,6 +36,7 @@ from ..stack import Stack
 from ..storage.files import latest
 from ..storage.place import step_of
 from .automatic import automatic_stack
+from .length import counted
 
 log = logging.getLogger("ithaca")
 
@@ -50,7 +51,7 @@ def train_in_phases(config: Config, text: str | None, train: TrainPhase) -> int:
     text: the resolved config as it is to be written down; of a run with phases it is made here, with every stack chosen.
     """
     if not config.phases:
-        return train(config, text, first=True, last=True)
+        return train(counted(config), text, first=True, last=True)
     parts = [_with_stack(part) for part in phase_configs(config)]
     chosen = [replace(phase, stack=part.stack) for phase, part in zip(config.phases, parts, strict=True)]
     text = dump(replace(config, phases=tuple(chosen)))

@@ -8,9 +8,9 @@ at once. What only workers can know is left to them: GPUs, their memory, other h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..config.curriculum import phase_configs
 from ..config.schema import Config
 from ..data.inputs import understand
 from ..data.pack import _vocabulary as check_vocabulary
+from ..data.rows import Stream
 from ..data.samples import encoding, open_stream, pack_sources, packed_folder
 from ..data.source import sources_of
 from ..data.tokenizer import load_tokenizer, tokenizer_parts
@@ -41,20 +42,34 @@ from ..engine.parallelize import read_decoder
 from ..engine.proof import require_proof
 from ..evaluation.held_out import held_out_config, open_language
 from ..evaluation.suite import make_suite
+from ..observe.text import describe_stack
+from ..planner.text import describe
 from ..stack import Stack, require
 from ..storage.files import CheckpointError, changed, published, read_state, run_of, touched, unusable
 from ..storage.loading import candidates
 from ..storage.place import place_of
+from .automatic import automatic_stack, has_arithmetic, planned
+from .best import Best
+from .launch.decision import plan_workers
+from .length import with_steps
 from .resume import check_same
+
+Say = Callable[[str], None]
 
 
 @dataclass
 class Preflight:
     """What was found. done: steps of the newest checkpoint; None: there is none."""
 
+    steps: int  # of the run; 0: it has epochs, and they cannot be counted yet
     problems: list[Failed] = field(default_factory=list)
     done: int | None = None
+    early: Best | None = None  # evaluations have ended the run before its last step
     unpacked: bool = False  # data is still to be packed
+
+    @property
+    def finished(self) -> bool:
+        return self.done is not None and (self.early is not None or (0 < self.steps <= self.done))
 
     @contextmanager
     def noting(self, code: int, about: str = "") -> Iterator[None]:
@@ -74,9 +89,12 @@ class Preflight:
             raise Failed(self.problems[0].exit_code, f"this run cannot start: {count}{lines}")
 
 
-def check_run(config: Config, text: str, *, allow_change: bool = False) -> Preflight:
-    """text: the config as it will be written down. Nothing is made but notes about data that was checked (samples.py)."""
-    preflight, folder = Preflight(), RunFolder(config.run.folder)
+def check_run(
+    config: Config, text: str, *, allow_change: bool = False, keep: bool = True, say: Say = lambda line: None
+) -> Preflight:
+    """text: the config as it will be written down. Nothing is made but notes about data that was checked (samples.py), and
+    these only with keep. say: what data there is."""
+    preflight, folder = Preflight(config.train.steps), RunFolder(config.run.folder)
     with preflight.noting(CONFIG):
         folder.check()
     gaps = missing(config, PRESETS)
@@ -91,8 +109,11 @@ def check_run(config: Config, text: str, *, allow_change: bool = False) -> Prefl
                 hf = model_config(part.model, part.data.context)
                 need = max(need, _model(part, hf))
                 if not gaps:
-                    contents.update(_data(preflight, part, hf.vocab_size, about))
-                    _evaluation(preflight, part, hf.vocab_size, about)
+                    stream = _data(preflight, part, hf.vocab_size, about, keep, say)
+                    if stream is not None:
+                        contents.update(stream.contents)
+                        preflight.steps = preflight.steps or with_steps(part, stream).train.steps
+                    _evaluation(preflight, part, hf.vocab_size, about, keep, say)
     with preflight.noting(CHECKPOINT):
         _checkpoint(preflight, config, folder, text, contents, allow_change)
     with preflight.noting(CHECKPOINT):
@@ -138,31 +159,40 @@ def _stack(config: Config, stack: Any, decoder: Decoder | OwnDecoder) -> None:
             kernels.resolve(need)
 
 
-def _data(preflight: Preflight, config: Config, vocabulary: int, about: str) -> Mapping[str, Any]:
-    """-> what the data is, of what is packed"""
+def _data(preflight: Preflight, config: Config, vocabulary: int, about: str, keep: bool, say: Say) -> Stream | None:
+    """-> the data, if there is nothing to pack"""
     with preflight.noting(DATA, about):
         folder = packed_folder(config)
         if not config.data.is_packed:
-            open_stream(config, vocabulary)
-        elif folder.is_dir() and any(folder.iterdir()):
-            pack_sources(config, lambda line: None)  # compares what is there with what is asked for
-            return open_stream(config, vocabulary).contents
+            stream = open_stream(config, vocabulary)
+            say(f"{stream.name}: rows of {stream.context:,} tokens, made to order")
+            return stream
+        if folder.is_dir() and any(folder.iterdir()):
+            pack_sources(config, say, keep=keep)  # compares what is there with what is asked for
+            return open_stream(config, vocabulary, keep=keep)
         else:
             preflight.unpacked = True
             files = sources_of([source for source in config.data.sources if source.synthetic is None])
             inputs, asked = [understand(number, source) for number, source in enumerate(files)], encoding(config)
+            for entry in inputs:
+                size = format_bytes(sum(stamp.bytes for stamp in entry.files.stamps.values()))
+                count = len(entry.files.paths)
+                say(
+                    f"{entry.source.path}: {count:,} file{'s' if count != 1 else ''}, {size}, {entry.kind} ({entry.format})"
+                )
+            say(f"  not packed yet: documents, tokens and rows are counted when it is, into {folder}")
             named = asked.get("tokenizer")
             parts = None if named is None else tokenizer_parts(load_tokenizer(named), None)
             check_vocabulary(inputs, parts, asked.get("vocabulary"), config.data.eos)
-    return {}
+    return None
 
 
-def _evaluation(preflight: Preflight, config: Config, vocabulary: int, about: str) -> None:
+def _evaluation(preflight: Preflight, config: Config, vocabulary: int, about: str, keep: bool, say: Say) -> None:
     if config.eval.every is None:
         return
     held_out = held_out_config(config)
     if held_out is not None:
-        _data(preflight, held_out, vocabulary, about)
+        _data(preflight, held_out, vocabulary, about, keep, lambda line: say(f"held out: {line}"))
     with preflight.noting(CONFIG, about):
         make_suite(config, open_language(config, vocabulary), None, 1)
 
@@ -180,6 +210,10 @@ def _checkpoint(
     check_same(state, config, redacted(text), contents=contents, allow_change=allow_change)
     if not changed(path, touched(path)):  # else the run may go on from an older one
         preflight.done = state["step"]
+        best = Best.of(config)
+        if best is not None:
+            best = best.resumed(state["extra"].get("best"))
+            preflight.early = best if best.enough(config.eval) else None
 
 
 def _room(folder: RunFolder, need: int) -> None:
@@ -198,22 +232,55 @@ def _room(folder: RunFolder, need: int) -> None:
         )
 
 
+def plans(config: Config, preflight: Preflight) -> Iterator[str]:
+    """What memory and time each phase takes here, line by line. Failed where `stack: auto` finds nothing that fits."""
+    for part in phase_configs(config):
+        hf, launch = model_config(part.model, part.data.context), part.launch
+        part = replace(part, train=replace(part.train, steps=preflight.steps))
+        if launch.cpu is not None:
+            stack = part.stack.chosen or simple_stack(part.data.context, hf, launch.cpu)
+            yield f"on the CPU there is no plan; stack: {describe_stack(stack)}"
+        elif torch.cuda.device_count() == 0:
+            yield (
+                "torch sees no GPU here, so there is no plan of this machine; one of another: ithaca plan "
+                f"{part.model.folder} --gpus 8xH100-80GB --context {part.data.context}"
+            )
+        elif not has_arithmetic(hf):
+            yield f"{hf.model_type} runs by its own code, which the planner does not count: there is no plan"
+        else:
+            world, device, stack = plan_workers(part).workers * launch.nodes, torch.device("cuda", 0), part.stack.chosen
+            found = (
+                automatic_stack(part, hf, world, device)[1]
+                if stack is None
+                else planned(part, hf, world, device, stack)
+            )
+            assert found is not None
+            yield from describe(found)
+
+
 def verdict(preflight: Preflight, config: Config) -> str:
     """Of a run without problems, in one line."""
-    steps, where = config.train.steps, config.run.folder
-    if preflight.done is not None and preflight.done >= steps:
-        return finished(preflight.done, config)
+    where, epochs = config.run.folder, config.train.epochs
+    if preflight.finished:
+        return finished(preflight, config)
+    steps = f"{preflight.steps:,}" if preflight.steps else "as many as its epochs take"
+    steps += f" ({epochs:g} epochs)" if epochs is not None and preflight.steps else ""
     begin = (
-        f"step {preflight.done + 1} of {steps:,}, from step-{preflight.done}"
-        if preflight.done
-        else f"step 1 of {steps:,}"
+        f"step {preflight.done + 1} of {steps}, from step-{preflight.done}" if preflight.done else f"step 1 of {steps}"
     )
     first = "packs its data, then " if preflight.unpacked else ""
     return f"this run can start: it {first}trains {begin}, in {where}"
 
 
-def finished(step: int, config: Config) -> str:
-    return (
-        f"this run is finished: {config.run.folder} has step {step:,} of train.steps={config.train.steps:,}; raise train.steps to "
-        f"go on, or write the model with: ithaca export {config.run.folder} OUT"
-    )
+def finished(preflight: Preflight, config: Config) -> str:
+    where, early = config.run.folder, preflight.early
+    if early is not None:
+        done = (
+            f"ended after step {preflight.done:,}, for {early.since} evaluations were not better than {early.words()}"
+        )
+        remedy = "raise or drop eval.stop_after to go on"
+    else:
+        name = "steps" if config.train.epochs is None else "epochs"
+        done = f"has step {preflight.done:,} of train.{name}={getattr(config.train, name):,}"
+        remedy = f"raise train.{name} to go on"
+    return f"this run is finished: {where} {done}; {remedy}, or write the model with: ithaca export {where} OUT"

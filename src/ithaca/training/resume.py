@@ -17,17 +17,18 @@ from typing import Any
 import torch
 
 from ..base.exits import CHECKPOINT, CONFIG, DATA, Failed
-from ..base.fields import COUNT, OBJECT, TEXT, wrong
+from ..base.fields import COUNT, OBJECT, TEXT, OrNull, wrong
 from ..config.nodes import load_plain
 from ..config.schema import Config
 from ..engine.run import Run
 from ..storage import checkpoint as checkpoints
 from ..storage.files import read_state
 from ..storage.ranks import on_rank0
+from . import best
 
 log = logging.getLogger("ithaca")
 
-_EXTRA = {"samples": COUNT, "tokens": COUNT, "config?": TEXT, "data?": OBJECT}
+_EXTRA = {"samples": COUNT, "tokens": COUNT, "config?": TEXT, "data?": OBJECT, "best?": OrNull(best.FIELDS)}
 _SAID = ("train",)
 _GUARDED = ("data", "model")
 _HARMLESS = ("model.trust_remote_code", "model.lora.merge_on_export")
@@ -39,6 +40,7 @@ class Resumed:
     step: int
     tokens: int
     lines: list[str]  # what to tell the user
+    best: dict[str, Any] | None  # the record of evaluations (best.py)
 
 
 def resume(
@@ -65,7 +67,8 @@ def resume(
     state = read_state(folder / f"step-{extra['step']}")
     lines = check_same(state, config, text, contents=contents, allow_change=allow_change)
     moved = topology(state["world"], {"size": run.mesh.world.size, "stack": asdict(run.stack)}, extra["samples"])
-    return Resumed(f"step-{extra['step']}", extra["step"], extra["tokens"], [*lines, *([moved] if moved else [])])
+    lines += [moved] if moved else []
+    return Resumed(f"step-{extra['step']}", extra["step"], extra["tokens"], lines, extra.get("best"))
 
 
 def _swept(folder: Path) -> bool:
@@ -112,7 +115,7 @@ def changes(before: str, now: str, step: int) -> tuple[list[str], list[str]]:
             config.get("data", {}).pop("context", None)
     for config in configs:
         config["phases"] = {str(number): phase for number, phase in enumerate(config.get("phases") or (), 1)}
-    old, new = (_flat(config, "") for config in configs)
+    old, new = (flat(config) for config in configs)
     said, refused = [], []
     for name in sorted(old.keys() | new.keys()):
         if name in _HARMLESS or old.get(name) == new.get(name):
@@ -152,13 +155,14 @@ def topology(before: dict[str, Any], now: dict[str, Any], sample: int) -> str | 
     return f"layout changed: {old} → {new}; model and optimizer resharded, data goes on at sample {sample:,}"
 
 
-def _flat(value: Any, name: str) -> dict[str, Any]:
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Sections in sections as dotted names."""
     if not isinstance(value, dict):
         return {name: value}
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, inner in value.items():
-        flat.update(_flat(inner, f"{name}.{key}" if name else str(key)))
-    return flat
+        found.update(flat(inner, f"{name}.{key}" if name else str(key)))
+    return found
 
 
 def _word(value: Any) -> str:

@@ -25,8 +25,9 @@ from ..engine.run import Run
 from ..observe.metrics import Metrics
 from ..storage import checkpoint as checkpoints
 from ..storage.checkpoint import prune
-from ..storage.files import gone_error
+from ..storage.files import gone_error, is_checkpoint
 from ..storage.finite import require_finite
+from ..storage.keep import mark_best
 from ..storage.ranks import on_all_ranks, on_rank0
 
 log = logging.getLogger("ithaca")
@@ -54,6 +55,7 @@ class Saver:
         self._copies = checkpoints.HostCopies()
         self._began = 0.0
         self._failed = 0  # saves in a row
+        self._best: int | None = None  # step of the best evaluation, whose checkpoint is to be kept
         self._warned = False
 
     def due(self, step: int) -> bool:
@@ -70,6 +72,20 @@ class Saver:
     def writing(self) -> bool:
         """Whether this rank is."""
         return self.pending is not None and not self.pending.done()
+
+    def wanted(self, step: int) -> bool:
+        """Whether this step is the best so far."""
+        return step == self._best
+
+    def keep(self, step: int) -> None:
+        """The checkpoint of this step is the best so far, and stays; the one before may go once it is published. Collective."""
+        self._best = step
+        on_rank0(self.run.mesh.world, self._mark)
+
+    def _mark(self) -> None:
+        best = self.folder.checkpoints / f"step-{self._best}"
+        if self._best is not None and is_checkpoint(best):
+            mark_best(best)
 
     def save(self, step: int, extra: dict[str, Any], *, wait: bool, needed: bool) -> None:
         """wait: published when this returns. needed: or an error; others may fail now and then."""
@@ -112,12 +128,13 @@ class Saver:
         except checkpoints.NotWritten as error:
             return self._forgive(error, pending.step, needed)
         self._failed, self.newest = 0, self._named(path.name)
-        options = self.options
-        on_rank0(
-            self.run.mesh.world, lambda: bool(prune(self.folder.checkpoints, options.keep_last, options.keep_every))
-        )
+        on_rank0(self.run.mesh.world, self._clean_up)
         log.info("saved %s", path)
         self.metrics.event("save", checkpoint=path.name, waited=round(time.perf_counter() - begin, 3))
+
+    def _clean_up(self) -> None:
+        self._mark()
+        prune(self.folder.checkpoints, self.options.keep_last, self.options.keep_every)
 
     def _named(self, name: str) -> str:
         return f"{self.folder.checkpoints.name}/{name}"

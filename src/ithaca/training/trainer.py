@@ -30,15 +30,17 @@ from ..base.processes.system import LAUNCHER
 from ..base.redact import redacted
 from ..base.run_folder import RunFolder, unclean
 from ..config import dump
+from ..config.nodes import load_plain
 from ..config.schema import Config, StackOptions
 from ..data.rows import Stream
 from ..data.samples import Loader, open_stream, pack_sources
-from ..engine.build import device_of, model_config, model_name, prepared
+from ..engine.build import DTYPES, device_of, model_config, model_name, prepared
 from ..engine.optimizer import build_optimizer
 from ..engine.ranks import on_rank0, world_group
 from ..evaluation.held_out import open_suite, pack_held_out
 from ..evaluation.publish import publish
 from ..evaluation.suite import Suite, run_suite
+from ..evaluation.suite import headline as headline_of
 from ..observe.display import Display
 from ..observe.logs import log_to
 from ..observe.metrics import Metrics
@@ -55,9 +57,11 @@ from ..planner.text import beside
 from ..stack import Stack
 from .agreement import Agreement
 from .automatic import automatic_stack, has_arithmetic, planned
+from .best import Best
 from .launch import heartbeat
 from .launch.environment import ATTEMPT, find_job
-from .resume import resume
+from .length import as_asked
+from .resume import flat, resume
 from .saving import Saver, grace_of
 from .step import NotFinite, Stepped, train_step
 
@@ -126,10 +130,11 @@ class Trainer:
         if self.plan is None and rank == 0 and self.device.type == "cuda" and has_arithmetic(self.hf):
             self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
-        self.text = redacted(text if text is not None and config.stack.chosen else dump(self.config))
+        self.text = redacted(text if text is not None and config.stack.chosen else dump(as_asked(self.config)))
         self.step = 0
         self.tokens = 0
         self.stopping: str | None = None
+        self.best = Best.of(config)
         self.saver: Saver | None = None
         self.stragglers = Stragglers()
 
@@ -150,7 +155,7 @@ class Trainer:
             stream, suite = self._data()
         except ValueError as error:
             raise Failed(DATA, str(error)) from error
-        self.optimizer = build_optimizer(run.model, config.train)
+        self.optimizer = build_optimizer(run.model, config.train, DTYPES[config.model.dtype])
         self.agreement = Agreement(self.folder, self.stop, run.mesh.world, self.device)
         self.loader = Loader(stream, run, config.train.rows, config.train.accumulation)
         self.display.doing("looking for a checkpoint")
@@ -160,6 +165,7 @@ class Trainer:
         )  # fmt: skip
         if resumed is not None:
             self.step, self.tokens = resumed.step, resumed.tokens
+            self.best = self.best and self.best.resumed(resumed.best)
         if self.rank == 0:
             write_atomically(self.folder.config, self.text)
             if self.plan is not None:
@@ -171,17 +177,21 @@ class Trainer:
             checkpoint=resumed and resumed.name, data=stream.name,
         )  # fmt: skip
         self.display.say("\n".join([headline(facts), *(resumed.lines if resumed else ())]))
-        metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name)
+        settings = flat(load_plain(self.text, "the config"))
+        metrics = Metrics(self.folder, config.log, self.rank, name=config.run.name, settings=settings)
         with metrics:
             metrics.event("resume" if resumed else "start", from_step=self.step, attention=facts.kernel)
             self.saver = Saver(config, self.folder, run, self.optimizer, metrics, resumed and resumed.name)
+            if self.best is not None and self.best.step is not None and config.eval.keep_best:
+                self.saver.keep(self.best.step)
             planned = on_rank0(world_group(), lambda: self.plan and self.plan.speed.seconds)
             if planned is not None:
                 heartbeat.expect(planned)
             self.stop.early = False
             self._loop(metrics, suite, self.saver)
-            if self.stopping is not None:
-                metrics.event("stop", cause=self.stopping, at_step=self.step)
+            cause = self.stopping or self._given_up()
+            if cause is not None:
+                metrics.event("stop", cause=cause, at_step=self.step)
         self.loader.close()
         where = self.saver.newest or "nowhere: it had nothing new"
         if self.stopping is not None:
@@ -194,13 +204,22 @@ class Trainer:
         if not last:
             self._status("running")
             return 0
-        self._status("finished", exit_code=0)
+        early = self._given_up()
+        self._status("finished", exit_code=0, **({} if early is None else {"cause": early}))
         self.display.ended("finished", self.step)
+        best = "" if self.best is None or self.best.step is None else f"\n  best: {self.best.words()}"
         self.display.say(
-            f"finished {self.step:,} steps; checkpoint: {where}\n  export: ithaca export {self.folder.path} OUT"
+            f"finished {self.step:,} steps{'' if early is None else f' ({early})'}; checkpoint: {where}{best}\n"
+            f"  export: ithaca export {self.folder.path} OUT{' --checkpoint best' if self.config.eval.keep_best else ''}"
             f"{self._report()}"
         )
         return 0
+
+    def _given_up(self) -> str | None:
+        """Why the run ends before its last step, where evaluations say so."""
+        if self.best is None or self.step >= self.config.train.steps or not self.best.enough(self.config.eval):
+            return None
+        return f"{self.best.since} evaluations without improvement, eval.stop_after={self.config.eval.stop_after}"
 
     def _report(self) -> str:
         """The page of the run; a run that is done does not fail for it."""
@@ -217,7 +236,7 @@ class Trainer:
         train, timer = self.config.train, StepTimer()
         gauge = Gauge(self.device, self.model.store)
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        while self.step < train.steps and self.stopping is None:
+        while self.step < train.steps and self.stopping is None and self._given_up() is None:
             logged = metrics.due(self.step + 1)
             if logged:
                 gauge.begin()
@@ -324,7 +343,18 @@ class Trainer:
             return None
         saver.check(self.step, record)
         publish(record, self.folder, metrics, self.rank)
+        self._compare_with_best(headline_of(record), metrics, saver)
         return record["held_out"]["loss"] if "held_out" in record else None
+
+    def _compare_with_best(self, scores: dict[str, float], metrics: Metrics, saver: Saver) -> None:
+        if self.best is None:
+            return
+        before, options = self.best, self.config.eval
+        self.best = on_rank0(world_group(), lambda: before.after(scores, self.step, options.improvement))
+        if self.best.step == self.step:
+            metrics.event("best", at_step=self.step, metric=self.best.metric, value=self.best.value)
+            if options.keep_best:
+                saver.keep(self.step)
 
     def _before_forward(self, words: str) -> bool:
         """Each forward of an evaluation begins here. -> whether to leave off"""
@@ -349,8 +379,9 @@ class Trainer:
         if slow is not None and self.rank == 0:
             log.warning("%s", slow)
             metrics.event("straggler", rank=slow.rank, ratio=round(slow.ratio, 2), at_step=self.step)
-        needed = self._agree_to_stop(agreed.stop) or self.step == self.config.train.steps
-        if not (needed or agreed.save or saver.due(self.step)):
+        last = self.step == self.config.train.steps or self._given_up() is not None
+        needed = self._agree_to_stop(agreed.stop) or last
+        if not (needed or agreed.save or saver.due(self.step) or saver.wanted(self.step)):
             if not agreed.writing:
                 saver.finish()
             return
@@ -372,6 +403,7 @@ class Trainer:
             "samples": self.step * self.config.train.rows,
             "config": self.text,
             "data": self.loader.stream.contents,
+            **({} if self.best is None else {"best": self.best.json()}),
         }
         saver.save(self.step, extra, wait=wait, needed=needed)
 
@@ -381,6 +413,8 @@ class Trainer:
         if self.rank == 0:
             newest = None if self.saver is None else self.saver.newest
             about = {"step": self.step, "steps": self.config.train.steps, "checkpoint": newest, **about}
+            if self.best is not None and self.best.step is not None:
+                about["best"] = {name: getattr(self.best, name) for name in ("metric", "value", "step")}
             about["attempts"] = int(os.environ.get(ATTEMPT, 1))
             self.folder.write_status(state, resume=f"ithaca train {self.folder.config}", **about)
 

@@ -115,7 +115,7 @@ def _steps(job: Job, config: Any, device: torch.device, missing: int, dtype: tor
     ids = torch.randint(0, run.decoder.config.vocab_size, (job.batch, job.context))
     layer = held_by(run.decoder.layers[0].module, job.optimizer_bytes)
     steps = Steps(
-        run, build_optimizer(run.model, train), run.shard(ids), train,
+        run, build_optimizer(run.model, train, dtype), run.shard(ids), train,
         {} if job.offload else {name: missing * nbytes for name, nbytes in layer.items()}, {}, job.accumulation,
     )  # fmt: skip
     steps.hold("parameters", "optimizer")

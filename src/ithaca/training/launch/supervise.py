@@ -110,7 +110,7 @@ def _note_end(folder: RunFolder, outcome: Outcome, policy: Policy, resumes: bool
 def _note(folder: RunFolder, state: str, resumes: bool, **about: Any) -> None:
     try:
         before = folder.read_status() or {}
-        kept = {name: before[name] for name in ("step", "steps", "checkpoint", "resume") if name in before}
+        kept = {name: before[name] for name in ("step", "steps", "checkpoint", "best", "resume") if name in before}
         newest = latest(folder.checkpoints)
         if newest is not None:
             kept["checkpoint"] = f"{folder.checkpoints.name}/{newest.name}"
