@@ -115,7 +115,7 @@ BAD: dict[str, tuple[Make, list[str]]] = {
         lines(GOOD, r'{"text": "ab\ud83d"}', *[GOOD] * 1500),
         ["ithaca data: ", "/in/a.jsonl:2: character 2 is half a surrogate pair"],
     ),
-    "a chat without roles": (lines('{"messages": [{"content": "x"}]}'), ["a.jsonl:1: message 0 has no 'role'"]),
+    "a chat without roles": (lines('{"messages": [{"content": "x"}]}'), ["a.jsonl:1: messages[0] has no 'role'"]),
     "a chat and no template": (template("", "a", "b"), ["a.jsonl:1: ", "has no chat template", "--chat-template"]),
     "a template that changes turns": (
         template(CHANGING, "a", "b", "c", "d"),
@@ -123,7 +123,9 @@ BAD: dict[str, tuple[Make, list[str]]] = {
     ),
     "a completion that is a list": (
         lines('{"prompt": "x", "completion": [{"role": "assistant"}]}'),
-        ["a.jsonl:1: the column 'completion' is a list, not a text; for lists of messages use the column messages"],
+        [
+            "a.jsonl:1: the column 'prompt' is a str and 'completion' is a list; expected two texts, or two lists of messages"
+        ],
     ),
     "an id outside the vocabulary": (
         ids({"input_ids": [1, 2]}, {"input_ids": [5, 100, 7]}),

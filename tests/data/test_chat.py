@@ -10,6 +10,7 @@ import pytest
 
 from ithaca.data.chat import render_chat
 from ithaca.data.encode import Encoder
+from ithaca.data.formats import check_messages
 from ithaca.data.render import encode_text, inside
 from ithaca.data.tokenizer import load_tokenizer, tokenizer_parts
 
@@ -75,7 +76,7 @@ def test_a_template_may_refuse():
 def test_supervised_tokens_are_those_of_the_spans(tmp_path: Path, template: str):
     parts = tokenizer_parts(load_tokenizer(save_tokenizer(tmp_path, template=template)))
     text, spans = render_chat(TALK, template, {})
-    pieces = list(encode_text(text, spans, "chat", Encoder(parts, parse=True), eos=True))
+    pieces = list(encode_text(text, spans, Encoder(parts, parse=True), eos=True, chat=True))
     ids = np.concatenate([ids for ids, _ in pieces])
     seen = np.concatenate([seen for _, seen in pieces])
     loaded = load_tokenizer(tmp_path)
@@ -90,7 +91,7 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path):
     messages = chat("hello there", "good day", "and\nnow?", "well, then")["messages"]
     theirs = loaded.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     text, spans = render_chat(messages, MARKED, {})
-    ((ids, seen),) = encode_text(text, spans, "chat", Encoder(tokenizer_parts(loaded), parse=True), eos=True)
+    ((ids, seen),) = encode_text(text, spans, Encoder(tokenizer_parts(loaded), parse=True), eos=True, chat=True)
     assert seen is not None
     assert ids.tolist() == theirs["input_ids"] and seen.astype(int).tolist() == theirs["assistant_masks"]
 
@@ -104,14 +105,16 @@ def test_inside():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", "the chat is a str; it must be a list of messages"),
-        ([], "the chat is empty"),
-        (["hello"], "message 0 is a str, not an object with 'role' and 'content'"),
-        ([{"content": "x"}], "message 0 has no 'role'; it has 'content'"),
-        ([TALK[0], {"role": "user", "text": "x"}], "message 1 (user) has no 'content'; it has 'role', 'text'"),
-        ([{"role": "user", "content": 5}], "the content of message 0 (user) is a int, not a text"),
+        ("hello", "the column 'messages' is a str; expected a list of messages"),
+        ([], "the column 'messages' is empty"),
+        (["hello"], "messages[0] is a str; expected an object with 'role' and 'content'"),
+        ([{"content": "x"}], "messages[0] has no 'role'; it has 'content'"),
+        ([TALK[0], {"role": "user", "text": "x"}], "messages[1] (user) has no 'content'; it has 'role', 'text'"),
+        ([{"role": "user", "content": 5}], "messages[0].content (user) is a int; expected a text"),
+        ([{"from": "human", "value": "x"}], "(ShareGPT: kind: sharegpt, columns: {conversations: messages})"),
+        ([{**TALK[1], "weight": 0.5}], "messages[0].weight is 0.5; expected 1, or 0 for a turn that is not learned"),
     ],
 )
 def test_refused(messages, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
-        render_chat(messages, CHATML, {})
+        check_messages(messages, "messages")

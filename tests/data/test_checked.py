@@ -99,4 +99,4 @@ def test_reading_for_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pack_random(tmp_path / "p", 20, 50, masked=False)
     said: list[str] = []
     check_files(Packed(tmp_path / "p"), tmp_path / "checked.json", said.append)
-    assert said[-1].startswith(f"checking {tmp_path / 'p'}: ") and said[-1].endswith(" GB") and len(said) == 2
+    assert said[-1].startswith(f"checking {tmp_path / 'p'}: ") and said[-1].endswith(" GB") and len(said) == 3

@@ -89,7 +89,7 @@ def test_inspect(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[
     assert "rows of 256 tokens" in out and "% full" in out and "100.0%" in out
     assert (
         "── document 0: " in out
-        and "<|start|>user\nhello there<|end|>\n<|start|>assistant\n⟦good [day]<|end|>\n⟧" in out
+        and "<|start|>user\nhello there<|end|>\n<|start|>assistant\n⟦good [day]<|end|>⟧\n" in out
     )
     assert not (tmp_path / "packed" / "rows").exists()  # looking changes nothing
     code, out, _ = run(capsys, "data", "inspect", tmp_path / "packed", "--context", "256", "--json", "--samples", 1)

@@ -77,7 +77,7 @@ def rendered(
 ) -> tuple[Rendered, list[int], list[bool]]:
     encoders = Encoders(tokenizer_parts(load_tokenizer(folder)), parse=parse)
     found = render_text({"messages": messages, "tools": tools}, "chat", Source("x"), encoders)
-    pieces = list(encode_text(found.text, found.spans, "chat", found.encoder, eos=True))
+    pieces = list(encode_text(found.text, found.spans, found.encoder, eos=True, chat=True))
     return (
         found,
         [i for ids, _ in pieces for i in ids.tolist()],
@@ -203,4 +203,4 @@ def test_packed_chats_say_what_they_say(tmp_path: Path, tokenizer: Path):
     mask = masks(packed)[0]
     assert mask is not None
     said = [token for token, seen in zip(documents(packed)[0], mask, strict=True) if seen]
-    assert loaded.decode(said) == "</s> is the end<|end|>\n"
+    assert loaded.decode(said) == "</s> is the end<|end|>"  # and not the newline behind it

@@ -6,14 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ithaca.base.processes.pool import Workers
+from ithaca.cli.main import main
+from ithaca.cli.train import pack_before
 from ithaca.config import load
+from ithaca.data.pack import pack
+from ithaca.data.source import Source
+from ithaca.data.split import Split
+from ithaca.engine.build import model_config
 from ithaca.observe.metrics import read_metrics
+from ithaca.training.preflight import check_run
 from ithaca.training.trainer import train
 
+from ..data.make import write_jsonl
 from ..training.test_train import hashes_of, losses
 
 SHORT = [
@@ -79,3 +88,41 @@ def test_tensorboard_has_curves_and_the_heat_map(workers: Workers, tmp_path: Pat
     assert {"eval/needle", "eval/held_out", "eval/multi_key", "loss"} <= set(events.Tags()["scalars"])
     pictures = events.Images("eval/needles")
     assert [picture.step for picture in pictures] == [2, 4] and (pictures[0].width, pictures[0].height) == (72, 48)
+
+
+def test_what_is_held_out_of_the_training_data_is_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In the loop and by `ithaca eval`, which both find it in the data of the run; and it is the loss of just these documents."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 64, 20).tolist() for _ in range(120)]
+    path = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": each} for each in ids])
+    alone = ["launch.cpu=1", "stack.ulysses=1", "stack.ring=1", f"data.sources=[{path}]", "data.validation=0.2"]
+    alone += ["data.context=64", "train.rows=1", "train.warmup=0", "eval.every=1", "eval.rows=100", "train.steps=1"]
+    config = load(None, [*alone, f"run.folder={tmp_path / 'run'}"], "tiny_cpu")
+    vocabulary = model_config(config.config.model, 64).vocab_size
+    packing: Any = {"vocabulary": vocabulary, "workers": 1, "quiet": True}  # here: it would start processes
+    packed = pack([Source(str(path))], tmp_path / "run/data", **packing)
+    pack_before(config.config, quiet=True)
+    assert train(config.config, quiet=True, text=config.text) == 0
+    record = json.loads((tmp_path / "run/eval/step-1.json").read_text())["held_out"]
+    assert not check_run(config.config, config.text).problems
+
+    held_out = Split(0.2, 0, True).select(packed.hashes(), packed.folder)
+    assert 0 < held_out.sum() < 60 and record["tokens"] == 19 * held_out.sum()
+    beside = write_jsonl(tmp_path / "held_out.jsonl", [{"input_ids": ids[at]} for at in np.flatnonzero(held_out)])
+    asked = ["eval", str(tmp_path / "run"), "--cpu", "1", "--quiet", "--eval.tasks", "[]", "--model.dtype", "fp32"]
+    pack([Source(str(beside))], tmp_path / "beside", **packing)
+    for more in ([], ["--eval.packed", str(tmp_path / "beside")]):
+        out = tmp_path / f"out-{len(more)}"
+        assert main([*asked, *more, "--out", str(out)]) == 0
+        again = json.loads((out / "step-1.json").read_text())["held_out"]
+        assert again["tokens"] == record["tokens"] and again["loss"] == pytest.approx(record["loss"], rel=1e-6)
+
+    (tmp_path / "run/data").rename(tmp_path / "elsewhere")
+    assert main([*asked, "--out", str(tmp_path / "out")]) == 3
+    assert "is held out for validation, is not there; bring it back, or name" in capsys.readouterr().err
+    (tmp_path / "elsewhere").rename(tmp_path / "run/data")
+
+    # a part that is no row long is refused before anything starts, and only where it would be measured
+    long = [*alone, "data.context=512", "data.validation=1"]
+    refused = check_run(load(None, [*long, f"run.folder={tmp_path / 'run'}"], "tiny_cpu").config, config.text)
+    assert any("what validation holds out has 20 tokens" in str(problem) for problem in refused.problems)

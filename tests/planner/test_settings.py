@@ -57,6 +57,7 @@ OTHER = {
     "at the start, before a step": {"model.random_init"},
     "rows are planned as full": {
         "data.sources", "data.packed", "data.tokenizer", "data.special_tokens", "data.long_documents", "data.eos", "data.seed",
+        "data.chat_template", "data.validation",
     },
     "the same update with other numbers": {
         f"train.{name}"

@@ -14,21 +14,26 @@ packing something else into the same folder is refused.
 
 FILES are files, folders or globs of .jsonl, .parquet, .txt (.md, .rst) or .npy, a saved Hugging Face dataset, or files of a dataset
 on the Hub: hf:OWNER/NAME, hf:OWNER/NAME@REVISION/data/*.parquet. A tokenizer may be on the Hub too: OWNER/NAME.
-What a record is follows from its columns: text; messages (a chat); prompt and completion; input_ids. Or give a run's
-YAML file, whose data section says all this.
+What a record is follows from its columns: text; messages (a chat); conversations (ShareGPT); instruction and output (Alpaca);
+prompt and completion; chosen and rejected; input_ids. Or give a run's YAML file, whose data section says all this.
 
 examples:
   ithaca data pack books/ --tokenizer ./Llama-3.1-8B --out packed
   ithaca data pack 'logs/*.jsonl' --column text=body --tokenizer ./Llama-3.1-8B --out packed
-  ithaca data pack chats.parquet --tokenizer ./Qwen3-8B --chat-template training.jinja --out packed
+  ithaca data pack chats.parquet --tokenizer ./Qwen3-8B --out packed
+  ithaca data pack sharegpt.jsonl --tokenizer ./Qwen3-8B-Base --chat-template chatml --out packed
+  ithaca data pack preferences.jsonl --use chosen --tokenizer ./Qwen3-8B --out packed
   ithaca data pack ids.npy --vocabulary 128256 --out packed
   ithaca data pack hf:HuggingFaceTB/cosmopedia/data/stories/*.parquet --tokenizer Qwen/Qwen3-8B --out packed
   ithaca data pack run.yaml
 """
 _INSPECT = """\
-Shows what a packed folder holds: documents, lengths, what becomes of them at a context length, and a sample.
+Shows what a packed folder holds: documents, lengths, what becomes of them at a context length, and a sample. Of files that are
+not packed yet: what they are taken for, and what their first records say; with a tokenizer, as they will be learned.
 
 examples:
+  ithaca data inspect chats.jsonl
+  ithaca data inspect chats.jsonl --tokenizer ./Qwen3-8B
   ithaca data inspect packed --context 1M
   ithaca data inspect packed --context 128K --long-documents drop --json
 """
@@ -46,12 +51,7 @@ def add_data(verbs: Any) -> None:
     pack.add_argument(
         "--tokenizer", help="folder of the tokenizer, or owner/name (default with a YAML file: what it says)"
     )
-    pack.add_argument("--format", default="auto", help="jsonl, parquet, txt, tokens or datasets (default: by name)")
-    pack.add_argument("--kind", help="text, chat, completion or tokens (default: by the columns)")
-    pack.add_argument(
-        "--column", action="append", default=[], metavar="NAME=COLUMN", help="what a column is called in the data"
-    )
-    pack.add_argument("--split", help="split of a Hugging Face dataset (default: train, where there is one)")
+    _source_options(pack)
     pack.add_argument("--vocabulary", type=int, metavar="N", help="for token ids without a tokenizer: ids are 0 to N-1")
     pack.add_argument(
         "--eos",
@@ -64,7 +64,6 @@ def add_data(verbs: Any) -> None:
         choices=("text", "parse"),
         help="what </s> in a document is: text, or the special token (default: text)",
     )
-    pack.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     pack.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     pack.add_argument(
         "--context", metavar="N", help="also say what becomes of the documents at this length, such as 1M"
@@ -72,9 +71,11 @@ def add_data(verbs: Any) -> None:
     pack.add_argument("--force", action="store_true", help="replace the folder if it holds something else")
     _common(pack)
 
-    inspect = actions.add_parser("inspect", help="show a packed folder", description=_INSPECT, formatter_class=raw)
+    inspect = actions.add_parser(
+        "inspect", help="show a packed folder, or files", description=_INSPECT, formatter_class=raw
+    )
     inspect.set_defaults(run=run_inspect)
-    inspect.add_argument("folder", help="a packed folder")
+    inspect.add_argument("folder", metavar="FOLDER_OR_FILES", help="a packed folder, or files that are to be packed")
     inspect.add_argument("--context", metavar="N", help="tokens in a row, such as 128K or 1M")
     inspect.add_argument("--long-documents", default="split", help="split, drop or error (default: split)")
     inspect.add_argument(
@@ -82,7 +83,28 @@ def add_data(verbs: Any) -> None:
     )
     inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default %(default)s)")
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    inspect.add_argument(
+        "--validation", metavar="N", help="documents to hold out of each source, or a share of them, such as 0.01"
+    )
+    _source_options(inspect)
     _common(inspect)
+
+
+def _source_options(parser: argparse.ArgumentParser) -> None:
+    """What is said of files: the settings of a source in YAML, by the same names."""
+    parser.add_argument("--format", default="auto", help="jsonl, parquet, txt, tokens or datasets (default: by name)")
+    kinds = "text, chat, sharegpt, alpaca, completion, preference or tokens"
+    parser.add_argument("--kind", help=f"{kinds} (default: by the columns)")
+    parser.add_argument(
+        "--column", action="append", default=[], metavar="NAME=COLUMN", help="what a column is called in the data"
+    )
+    parser.add_argument("--split", help="split of a Hugging Face dataset (default: train)")
+    parser.add_argument("--use", choices=("chosen",), help="of preferences: learn from the chosen answers only")
+    parser.add_argument(
+        "--chat-template",
+        metavar="NAME|FILE",
+        help="qwen3, chatml, llama3, gemma, or a Jinja file, instead of the tokenizer's",
+    )
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +124,10 @@ def run_pack(options: argparse.Namespace) -> int:
     if options.vocabulary is not None and not 2 <= options.vocabulary <= 1 << 24:
         raise ValueError(f"--vocabulary {options.vocabulary} must be from 2 to {1 << 24:,} token ids")
     request = _from_config(options) if _is_config(options.files) else _from_flags(options)
-    context, policy, seed = request.pop("plan")
+    context, policy, seed, shares = request.pop("plan")
     notes: list[str] = []
     packed = pack(**request, workers=options.workers, force=options.force, quiet=options.json, say=notes.append)
-    plans = [] if context is None else rows_at(packed, context, policy, seed, keep=True)
+    plans = [] if context is None else rows_at(packed, context, policy, seed, keep=True, validation=shares(packed))
     if options.json:
         print(json.dumps({**describe(packed), "reused": bool(notes), "rows": plans}, indent=1, ensure_ascii=False))
         return 0
@@ -120,38 +142,40 @@ def _is_config(files: list[str]) -> bool:
     return len(files) == 1 and Path(files[0]).suffix.lower() in (".yaml", ".yml")
 
 
-def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
-    from ..base.files import read_text
-    from ..base.units import parse_tokens
+def _source(options: argparse.Namespace, path: str) -> Any:
     from ..data.source import Source
 
-    if not options.out:
-        raise ValueError("no folder to write to was given; add --out FOLDER")
     columns = {}
     for pair in options.column:
         name, sign, column = pair.partition("=")
         if not (name and sign and column):
             raise ValueError(f"--column {pair!r} must be NAME=COLUMN, such as text=body")
         columns[name] = column
-    template = options.chat_template
+    return Source(path, options.format, columns, options.kind, options.split, options.use)
+
+
+def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
+    from ..base.units import parse_tokens
+
+    if not options.out:
+        raise ValueError("no folder to write to was given; add --out FOLDER")
     return {
-        "sources": [Source(path, options.format, columns, options.kind, options.split) for path in options.files],
+        "sources": [_source(options, path) for path in options.files],
         "out": options.out,
         "tokenizer": options.tokenizer,
         "vocabulary": options.vocabulary,
         "eos": options.eos is not False,
         "special_tokens": options.special_tokens or "text",
-        "chat_template": None if template is None else read_text(Path(template)),
-        "plan": (None if options.context is None else parse_tokens(options.context), "split", 0),
+        "chat_template": options.chat_template,
+        "plan": (None if options.context is None else parse_tokens(options.context), "split", 0, lambda packed: None),
     }
 
 
 def _from_config(options: argparse.Namespace) -> dict[str, Any]:
-    from ..base.files import read_text
     from ..base.units import parse_tokens
     from ..config import load
     from ..data.fetch import fetch_model
-    from ..data.samples import encoding
+    from ..data.samples import encoding, shares_of
     from ..data.source import sources_of
 
     config = fetch_model(load(options.files[0]).config, weights=False)
@@ -161,10 +185,10 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{options.files[0]} names nothing to pack; give data.sources with a path")
     if not out:
         raise ValueError(f"{options.files[0]} does not say where to; give data.packed, or --out FOLDER")
-    for flag in ("kind", "split", "column"):
+    for flag in ("kind", "split", "column", "use"):
         if getattr(options, flag):
             raise ValueError(f"--{flag} is for files; with a YAML file it belongs to data.sources")
-    template = options.chat_template
+    context = parse_tokens(options.context) if options.context else data.context
     return {
         "sources": sources,
         "out": out,
@@ -172,8 +196,8 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
         **({"vocabulary": options.vocabulary} if options.vocabulary else {}),
         "eos": data.eos if options.eos is None else options.eos,
         "special_tokens": options.special_tokens or data.special_tokens,
-        "chat_template": None if template is None else read_text(Path(template)),
-        "plan": (parse_tokens(options.context) if options.context else data.context, data.long_documents, data.seed),
+        "chat_template": options.chat_template or data.chat_template,
+        "plan": (context, data.long_documents, data.seed, lambda packed: shares_of(config, packed)),
     }
 
 
@@ -191,16 +215,28 @@ def _counts(plan: dict[str, Any]) -> Any:
 def run_inspect(options: argparse.Namespace) -> int:
     from ..base.units import parse_tokens
     from ..data.folder import Packed
+    from ..data.look import is_source
     from ..data.report import describe, rows_at, sample
 
     if not 0 <= options.samples <= 1_000_000:
         raise ValueError(f"--samples {options.samples} must be from 0 to 1,000,000")
+    if is_source(options.folder):
+        return _inspect_files(options)
+    for flag in ("kind", "column", "split", "use", "chat_template"):
+        if getattr(options, flag) or options.format != "auto":
+            raise ValueError(
+                f"--{(flag if getattr(options, flag) else 'format').replace('_', '-')} is for files, and {options.folder} is a "
+                "packed folder"
+            )
     packed = Packed(options.folder)
     if options.verify:
         packed.verify()
     about = describe(packed)
     if options.context is not None:
-        about["rows"] = rows_at(packed, parse_tokens(options.context), options.long_documents)
+        shares = None if options.validation is None else [_share(options.validation)] * len(about["sources"])
+        about["rows"] = rows_at(packed, parse_tokens(options.context), options.long_documents, validation=shares)
+    elif options.validation is not None:
+        raise ValueError("--validation needs --context: it says what becomes of the documents at that length")
     about["sample"] = (
         sample(packed, _decoder(packed, options.tokenizer), options.samples) if options.samples > 0 else []
     )
@@ -209,6 +245,62 @@ def run_inspect(options: argparse.Namespace) -> int:
     else:
         _print(about, options)
     return 0
+
+
+def _share(text: str) -> int | float:
+    """A whole number of documents, or a share with a point; split.py says which are possible."""
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(
+                f"--validation {text!r} must be a number of documents, such as 100, or a share below 1, such as 0.01"
+            ) from None
+
+
+def _inspect_files(options: argparse.Namespace) -> int:
+    from ..data.look import look
+
+    if options.context is not None or options.verify or options.validation is not None:
+        raise ValueError(
+            f"--context, --validation and --verify are for packed folders, and {options.folder} is not packed; leave them out, or "
+            "pack it first with 'ithaca data pack'"
+        )
+    about = look(_source(options, options.folder), options.samples, options.tokenizer, options.chat_template)
+    if options.json:
+        print(json.dumps(about, indent=1, ensure_ascii=False))
+        return 0
+    from ..data.find import left_out_words
+    from ..data.report import marked_words
+
+    files = "1 file" if about["files"] == 1 else f"{about['files']:,} files"
+    columns = ", ".join(name if name == column else f"{name} = {column}" for name, column in about["columns"].items())
+    lines = [
+        f"{about['path']}: {about['format']}, {files}, {about['bytes'] / 1e6:,.1f} MB; kind {about['kind']} ({columns})"
+    ]
+    if about["kind"] == "preference" and options.use is None:
+        lines.append("  preferences are packed only with --use chosen, which leaves the rejected answers out")
+    if about["chat_template"] is not None:
+        lines.append(f"  chat template: {about['chat_template']}")
+    lines += [f"  {line}" for line in (*marked_words(about), *left_out_words(about["left_out"]))]
+    for record in about["sample"]:
+        lines.append(f"── {record['place']} ──")
+        marked = not all(part["supervised"] for part in record["parts"])
+        if record["parts"] and record["parts"][0]["who"] in (None, "ids"):
+            space = "" if record["parts"][0]["who"] is None else " "
+            lines.append(space.join(_quoted(part, marked) for part in record["parts"]))
+        else:
+            lines += [f"{part['who']}: {_quoted(part, marked)}" for part in record["parts"]]
+    if any(not part["supervised"] for record in about["sample"] for part in record["parts"]):
+        lines.append("⟦ ⟧ = supervised")
+    print("\n".join(lines))
+    return 0
+
+
+def _quoted(part: dict[str, Any], marked: bool) -> str:
+    return f"⟦{part['text']}⟧" if marked and part["supervised"] else part["text"]
 
 
 def _decoder(packed: Any, folder: str | None) -> Any:
@@ -230,7 +322,7 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from ..data.find import left_out_words
-    from ..data.report import dropped_words, plan_words
+    from ..data.report import dropped_words, kind_words, marked_words, plan_words
 
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(
@@ -241,10 +333,10 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
     for source in about["sources"]:
         dropped = dropped_words(source["dropped"])
         console.print(
-            f"  {escape(source['name'])}: {source['kind']}, {source['documents']:,} documents, {source['tokens']:,} tokens"
+            f"  {escape(source['name'])}: {kind_words(source)}, {source['documents']:,} documents, {source['tokens']:,} tokens"
             + (f"; documents left out: {dropped}" if dropped else "")
         )
-        for line in left_out_words(source["left_out"]):
+        for line in (*marked_words(source), *left_out_words(source["left_out"])):
             console.print(f"    {line}", markup=False)
     lengths = about["lengths"]
     shares = ", ".join(f"{float(share):.0%} {value:,}" for share, value in lengths["quantiles"].items())

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..base.hub import PREFIX, local
 from ..stack import Stack
+from .curriculum import phase_configs
 from .option import about, accepts, expectation, kinds, out_of_range
 from .schema import DECAY, DECAY_SHAPE, Config, Rope, Source, Train, in_steps
 
@@ -171,6 +172,37 @@ def _data(config: Config) -> Iterator[Problem]:
         if (source.path is None) == (source.synthetic is None):
             both = "both path and synthetic" if source.path else "neither path nor synthetic"
             yield (f"{path}.path", f"{path}.synthetic"), f"{path} has {both}; give one of them"
+        if source.chat and source.kind not in (None, "chat"):
+            yield (
+                (f"{path}.kind", f"{path}.chat"),
+                f"{path} has both chat: true and kind: {source.kind}; give one of them",
+            )
+        yield from _share(f"{path}.validation", source.validation)
+        if source.validation and source.synthetic is not None:
+            yield (
+                (f"{path}.validation",),
+                f"{path}.validation={source.validation}: a synthetic source has no documents to hold out; name it in eval.sources",
+            )
+        if source.validation and path.startswith("eval."):
+            yield (
+                (f"{path}.validation",),
+                f"{path}.validation={source.validation}: nothing of an evaluation is trained on; leave it out, or give it in "
+                "data.sources",
+            )
+    yield from _share("data.validation", data.validation)
+    if data.validation and not any(part.data.is_packed for part in phase_configs(config)):
+        yield (
+            ("data.validation",),
+            f"data.validation={data.validation}: synthetic sources have no documents to hold out; name one in eval.sources",
+        )
+
+
+def _share(path: str, value: int | float | None) -> Iterator[Problem]:
+    if isinstance(value, float) and value >= 1:
+        yield (
+            (path,),
+            f"{path}={value} must be a number of documents without a point, such as 100, or a share below 1, such as 0.01",
+        )
 
 
 def _stack(config: Config) -> Iterator[Problem]:
@@ -316,10 +348,12 @@ def _rest(config: Config) -> Iterator[Problem]:
             f"checkpoint.keep_every={keep} meets no checkpoint; {remedy}",
         )
     evaluate = config.eval
-    if evaluate.every is not None and not (evaluate.sources or evaluate.packed or evaluate.tasks):
+    own = evaluate.sources or evaluate.packed or evaluate.tasks
+    if evaluate.every is not None and not own and not all(part.data.holds_out for part in phase_configs(config)):
         yield (
             ("eval.every",),
-            f"eval.every={evaluate.every} has no data; give eval.sources or eval.packed, or questions with eval.tasks",
+            f"eval.every={evaluate.every} has no data; give eval.sources or eval.packed, hold out some of the data with "
+            "data.validation, or ask questions with eval.tasks",
         )
     yield from _best(config)
     if len(set(evaluate.lengths)) < len(evaluate.lengths) or list(evaluate.lengths) != sorted(evaluate.lengths):

@@ -75,6 +75,7 @@ class Reader:
         declared = {setting.name: setting for setting in fields(cls)}
         for key, value in node.items:
             name = key.text if key.text in declared else key.text.replace("-", "_")
+            name = getattr(cls, "WAS", {}).get(name, name)  # what it was called in older files
             path = prefix + name
             if name not in declared:
                 self.problem("", key.place, unknown(prefix + key.text, [*declared]))

@@ -105,9 +105,24 @@ class Model:
 class Columns:
     """Which column of a record holds what."""
 
+    WAS: ClassVar[dict[str, str]] = {"tokens": "input_ids"}
+
     text: str = option("text", "Plain text.")
     messages: str = option("messages", "A chat: a list of {role, content}.")
-    tokens: str = option("input_ids", "Token ids, for data that is tokenised already.")
+    tools: str = option("tools", "Of a chat: the tools it may call, a list or its JSON.")
+    conversations: str = option("conversations", "ShareGPT: a list of {from, value}.")
+    system: str = option("system", "ShareGPT, Alpaca: the system message.")
+    instruction: str = option("instruction", "Alpaca: what is asked.")
+    input: str = option("input", "Alpaca: what it is asked about; may be empty or absent.")
+    output: str = option("output", "Alpaca: the answer.")
+    history: str = option("history", "Alpaca: earlier turns, a list of [instruction, output].")
+    prompt: str = option("prompt", "What is completed, or answered in two ways: a text or a list of messages.")
+    completion: str = option("completion", "What is learned: a text or a list of messages.")
+    chosen: str = option("chosen", "Preferences: the better answer, a text or a list of messages.")
+    rejected: str = option("rejected", "Preferences: the other one.")
+    input_ids: str = option("input_ids", "Token ids, for data that is tokenised already.")
+    labels: str = option("labels", "Of token ids: -100 where not supervised.")
+    attention_mask: str = option("attention_mask", "Of token ids: must have no zeros.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +145,23 @@ class Source:
     format: str = option(
         "auto", "auto = by file name.", choices=("auto", "jsonl", "parquet", "txt", "datasets", "tokens")
     )
+    kind: str | None = option(
+        None,
+        "What a record is; null = told by its columns. chat: messages; sharegpt: conversations; alpaca: instruction, output; "
+        "completion: prompt, completion; preference: chosen, rejected; tokens: input_ids.",
+        choices=("text", "chat", "sharegpt", "alpaca", "completion", "preference", "tokens"),
+    )
     split: str | None = option(
         None, "Of a dataset, or of the files of one on the Hub: the split; null = train, where there is one."
     )
     columns: Columns = field(default_factory=Columns)
-    chat: bool = option(
-        False, "Records are chats: apply the tokenizer's chat template, learn from assistant turns only."
+    chat: bool = option(False, "The same as kind: chat.")
+    use: str | None = option(
+        None, "Of preferences: chosen = learn from the chosen answers only; without it they are refused.", choices=("chosen",)
+    )  # fmt: skip
+    chat_template: str | None = option(None, "What data.chat_template is, for this source; null = that one.", path=True)
+    validation: int | float | None = option(
+        None, "What data.validation is, for this source; null = that one, 0 = nothing.", least=0
     )
     weight: float = option(1.0, "Share of this source among all, relative to the other weights.", above=0)
 
@@ -159,7 +185,30 @@ class Data:
         "text", "What the text of a special token, such as </s>, is in a document or a message: text, or (parse) that token.",
         choices=("text", "parse"),
     )  # fmt: skip
-    seed: int = option(0, "Of the order of rows, which depends on nothing else.", least=0)
+    chat_template: str | None = option(
+        None,
+        "How chats are rendered: one of our templates, which mark the assistant's turns (qwen3, chatml, llama3, gemma), or a Jinja "
+        "file; null = the tokenizer's own.",
+        path=True,
+    )
+    validation: int | float | None = option(
+        None,
+        "Documents of each source that are not trained on but measured (eval.every): a number of them; below 1 with a point, a "
+        "share. Which ones depends on what they say and data.seed; null = none.",
+        least=0,
+    )
+    seed: int = option(0, "Of the order of rows, which depends on nothing else, and of what is held out.", least=0)
+
+    def held_out(self, source: Source | None = None) -> int | float:
+        """What is held out of a source, or of one that was packed before and is not named; 0 = nothing."""
+        given = None if source is None else source.validation
+        return (self.validation if given is None else given) or 0
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether some documents are not trained on."""
+        files = [source for source in self.sources if source.synthetic is None]
+        return any(map(self.held_out, files)) or bool(self.packed is not None and not files and self.validation)
 
     @property
     def is_packed(self) -> bool:

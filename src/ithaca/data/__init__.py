@@ -2,12 +2,14 @@
 
 In the order in which data walks through:
 
-- `source`, `find` and `inputs` what the user points at, `stamps` whether it stays the same meanwhile;
-- `readers`, `parquet` and `arrays` its records, `chat`, `quotes` and `render` what in them is learned;
+- `source`, `find` and `inputs` what the user points at, `look` what is in it, `stamps` whether it stays the same meanwhile;
+- `readers`, `parquet` and `arrays` its records, `formats` what they say, `chat`, `templates`, `quotes` and `render` what in them is
+  learned;
 - `tokenizer` and `encode` text to token ids, exactly and in bounded memory;
 - `pack` all of this in parallel, with `work`, `shard`, `parallel`, `progress` and `publish`, into a packed `folder`, whose
   `manifest` is read as a stranger's;
-- `fit` and `plan` which documents share a row, `order` which row comes when, `rows` reading them by slice;
+- `split` which documents are held out, `fit` and `plan` which share a row, `order` which row comes when, `rows` reading them by
+  slice;
 - `batch` from rows to this rank's `ithaca.Batch`;
 - `recall` and `needles` synthetic tasks that need no files; `report` numbers about it all.
 

@@ -6,6 +6,7 @@
     sums-00000.bin        beside a mask: int64, supervised tokens before every 4,096th token of the shard
     documents.bin         int64, documents + 1: where each document starts, counted over all shards
     supervised.bin        int64, documents: supervised tokens of each; only where there is a mask
+    hashes.bin            64 bits, documents: a hash of the token ids of each
     tokenizer/            the tokenizer that was used
     rows/                 which documents share a row, made on demand (plan.py)
 
@@ -61,6 +62,8 @@ class Packed:
             self._first.append(self._first[-1] + shard["tokens"])
         masked = "supervised.bin" in self.manifest["files"]
         self._supervised = np.memmap(self.folder / "supervised.bin", INDEX, "r") if masked else None
+        hashed = "hashes.bin" in self.manifest["files"]
+        self._hashes = np.memmap(self.folder / "hashes.bin", np.dtype("<u8"), "r") if hashed else None
         self._sums: dict[int, np.ndarray] = {}
         self._check_index()
 
@@ -84,6 +87,15 @@ class Packed:
         if self._supervised is None:
             return self.lengths(source) - 1
         return np.asarray(self._supervised[first : stop - 1])
+
+    def hashes(self, source: int | None = None) -> np.ndarray:
+        """A hash of the tokens of every document, or of those of one source."""
+        if self._hashes is None:
+            raise ValueError(
+                f"{self.folder} has no hashes of its documents, by which some are held out; pack the data again"
+            )
+        first, stop = self._range(source)
+        return np.asarray(self._hashes[first : stop - 1])
 
     def _range(self, source: int | None) -> tuple[int, int]:
         """Of `offsets`: one more than there are documents."""

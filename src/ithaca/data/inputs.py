@@ -6,7 +6,7 @@ Files are compared with a folder by name, size and time, and by SHA-256 where on
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from ..base.files import sha256_of
 from .find import Files, check_steady, find_files
 from .manifest import read_manifest
 from .readers import dataset_parts, first_columns, split_parts
-from .source import Part, Source, is_dataset, tell_kind
+from .source import TEMPLATED, Part, Source, check_use, is_dataset, tell_kind
 from .stamps import changed, stamp
-from .tokenizer import differing
+from .templates import check_markers, template_text
+from .tokenizer import differing, own_template
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,28 @@ class Input:
 
 
 def understand(number: int, source: Source) -> Input:
+    """Find a source and see what it holds. ValueError if that cannot be learned from as it is asked for."""
+    found = look_at(number, source)
+    check_use(source, found.kind)
+    if source.chat_template is not None and found.kind not in TEMPLATED:
+        raise ValueError(f"source {source.path}: chat_template is for chats, and this is {found.kind}; leave it out")
+    return found
+
+
+def with_template(entry: Input, default: str | None, tokenizer: Any | None) -> Input:
+    """The input with the text of its chat template; that of the tokenizer is not written down twice."""
+    asked = default if entry.source.chat_template is None else entry.source.chat_template
+    if asked is None:
+        return entry
+    text = template_text(asked)  # has to be there, even where there is nothing to render
+    if entry.kind not in TEMPLATED:
+        return entry
+    if tokenizer is not None:
+        check_markers(asked, tokenizer.get_vocab())
+    return replace(entry, source=replace(entry.source, chat_template=text))
+
+
+def look_at(number: int, source: Source) -> Input:
     if is_dataset(source):
         parts, mark, files = dataset_parts(number, source)
         columns, where = first_columns("datasets", parts[0].pieces[0], source)
@@ -86,8 +109,7 @@ def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], abo
     if (then["tokenizer"] is None) != (about is None):
         changes.append("it was packed " + ("without" if about else "with") + " a tokenizer")
     elif about is not None:
-        chats = any(entry.kind == "chat" for entry in inputs)
-        parts = differing(then["tokenizer"]["sha256"], about["sha256"], chats=chats)
+        parts = differing(then["tokenizer"]["sha256"], about["sha256"], chats=own_template(then))
         changes += [f"the tokenizer's {part} differ (it was {then['tokenizer']['name']})" for part in parts]
     if len(then["sources"]) != len(inputs):
         return changes + [f"it has {len(then['sources'])} sources, now there are {len(inputs)}"]
@@ -96,9 +118,12 @@ def differences(folder: Path, inputs: list[Input], settings: dict[str, Any], abo
             ("kind", old["kind"], new.kind),
             ("format", old["format"], new.format),
             ("columns", old["columns"], new.source.columns),
+            ("use", old["use"], new.source.use),
         ):
             if before != now:
                 changes.append(f"source {new.source.path}: {name} was {before!r}, is now {now!r}")
+        if old["chat_template"] != new.source.chat_template:
+            changes.append(f"source {new.source.path}: it was packed with another chat template")
         if old["dataset"] != new.dataset:
             changes.append(f"source {new.source.path}: the dataset has changed, or is another")
         changes += _changed_files(old["files"], new.recorded)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..base.files import inside, read_json
-from .source import KINDS
+from .source import KINDS, USES
 
 FORMAT, VERSION = "ithaca packed", 1
 BLOCK = 4096  # tokens between two entries of sums-*.bin
@@ -71,9 +71,17 @@ def _fill_in(manifest: dict[str, Any]) -> None:
     if isinstance(settings, dict):
         settings.setdefault("special_tokens", None if manifest.get("tokenizer") is None else "parse")
     for source in sources if isinstance(sources, list) else ():
-        if isinstance(source, dict) and "left_out" not in source:
+        if not isinstance(source, dict):
+            continue
+        if "left_out" not in source:
             ignored = source.pop("ignored", [])
             source["left_out"] = {"of no known format": ignored} if ignored else {}
+        if "chats" not in source:
+            chats, template = source.get("kind") == "chat", isinstance(settings, dict) and settings.get("chat_template")
+            source["chats"] = source.get("documents", 0) if chats else 0
+            source["chat_template"] = template or None if chats else None
+        source.setdefault("use", None)
+        source.setdefault("marked_by", None)
 
 
 # What a value must be, each in words and as a test.
@@ -117,7 +125,6 @@ _COUNTS = {"documents": _count, "tokens": _count, "supervised": _count, "dropped
 _SETTINGS = {
     "eos": lambda value: isinstance(value, bool),
     "vocabulary": _count,
-    "chat_template": _or_null(_text),
     "special_tokens": _or_null(lambda value: value in SPECIAL),
 }
 _PARTS = ("vocabulary", "special_tokens", "chat_template", "all")
@@ -129,6 +136,10 @@ _SOURCE = {
     "kind": lambda value: value in tuple(KINDS),
     "format": _text,
     "columns": _dict(_text),
+    "use": _or_null(lambda value: value in USES),
+    "chat_template": _or_null(_text),
+    "marked_by": _or_null(_text),
+    "chats": _count,
     "dataset": _or_null(_text),
     "files": _list(_record(_FILE)),
     "left_out": _dict(_list(_text)),
@@ -188,6 +199,8 @@ def _wrong_sizes(manifest: dict[str, Any]) -> Iterator[str]:
     """Files that are missing from the list, listed twice, of another size than their counts say, or of no use."""
     files, size = manifest["files"], np.dtype(token_dtype(manifest["vocabulary"])).itemsize
     sizes = {"documents.bin": (manifest["documents"] + 1) * INDEX.itemsize}
+    if "hashes.bin" in files:  # older folders have none
+        sizes["hashes.bin"] = manifest["documents"] * INDEX.itemsize
     for shard in manifest["shards"]:
         tokens = shard["tokens"]
         wanted = [(shard["file"], tokens * size)]

@@ -28,7 +28,7 @@ from ..base.processes.tasks import run_tasks
 from .fetch import fetch_source
 from .find import left_out_words
 from .folder import Packed
-from .inputs import Input, check_unchanged, differences, understand
+from .inputs import Input, check_unchanged, differences, understand, with_template
 from .manifest import FORMAT, INDEX, LIMIT, SPECIAL, VERSION, content_of, token_dtype
 from .progress import Progress
 from .publish import publish
@@ -54,8 +54,9 @@ def pack(
     """Tokenise sources into the folder `out`.
 
     tokenizer: a folder, or owner/name on the Hub; may be left out if all sources are token ids, then `vocabulary` must be given.
-    eos: end texts and completions with the end-of-sequence token. chat_template: a template instead of the tokenizer's.
-    special_tokens: what `</s>` in a document is: "text", or with "parse" the special token. workers: processes, None = one a core.
+    eos: end texts and completions with the end-of-sequence token. chat_template: one of ours by name, a file or the text itself,
+    instead of the tokenizer's, for sources that name none. special_tokens: what `</s>` in a document is: "text", or with "parse"
+    the special token. workers: processes, None = one a core.
     """
     folder = Path(out).expanduser()
     if not sources:
@@ -68,12 +69,12 @@ def pack(
     _check_count(inputs)
     tokenizer = None if tokenizer is None else fetch(tokenizer, "tokenizer")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-    parts = None if loaded is None else tokenizer_parts(loaded, chat_template)
+    parts = None if loaded is None else tokenizer_parts(loaded)
+    inputs = [with_template(entry, chat_template, loaded) for entry in inputs]
     vocabulary = _vocabulary(inputs, parts, vocabulary, eos)
     settings = {
         "eos": eos,
         "vocabulary": vocabulary,
-        "chat_template": chat_template,
         "special_tokens": None if parts is None else special_tokens,
     }
     about = None
@@ -220,20 +221,25 @@ def _write(
 
 
 def _write_index(into: Path, done: list[dict[str, Any]]) -> dict[str, str]:
-    """documents.bin and, where some token is not supervised, supervised.bin, from what the workers left."""
+    """documents.bin, hashes.bin and, where some token is not supervised, supervised.bin, from what the workers left."""
     masked = any(result["mask"] for result in done)
     position = 0
-    with open(into / "documents.bin", "wb") as offsets, open(into / "supervised.bin", "wb") as counts:
+    with (
+        open(into / "documents.bin", "wb") as offsets,
+        open(into / "supervised.bin", "wb") as counts,
+        open(into / "hashes.bin", "wb") as hashes,
+    ):
         offsets.write(np.zeros(1, INDEX).tobytes())
         for path in sorted(into.glob("lengths-*.part")):
-            lengths, learn = np.fromfile(path, INDEX).reshape(-1, 2).T
+            lengths, learn, digests = np.fromfile(path, INDEX).reshape(-1, 3).T
             offsets.write((position + np.cumsum(lengths)).astype(INDEX).tobytes())
             counts.write(learn.tobytes() if masked else b"")
+            hashes.write(digests.tobytes())
             position += int(lengths.sum())
             path.unlink()
     if not masked:
         (into / "supervised.bin").unlink()
-    names = ["documents.bin", *(["supervised.bin"] if masked else [])]
+    names = ["documents.bin", "hashes.bin", *(["supervised.bin"] if masked else [])]
     return {name: sha256_of(into / name) for name in names}
 
 
@@ -243,7 +249,10 @@ def _describe(entry: Input, results: list[dict[str, Any]], hashes: dict[str, str
         "kind": entry.kind,
         "format": entry.format,
         "columns": entry.source.columns,
-        **{name: sum(result[name] for result in results) for name in ("documents", "tokens", "supervised")},
+        "use": entry.source.use,
+        "chat_template": entry.source.chat_template,
+        "marked_by": next((result["marked_by"] for result in results if result["marked_by"]), None),
+        **{name: sum(result[name] for result in results) for name in ("documents", "chats", "tokens", "supervised")},
         "dropped": dict(sum((Counter(result["dropped"]) for result in results), Counter())),
     }
     stamps = {path: entry.files.stamps[path] for _, path in entry.recorded}

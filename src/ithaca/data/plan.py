@@ -1,7 +1,7 @@
 """The row plan: for each row, which tokens of which documents.
 
-It follows from (lengths of the documents, context, policy for long documents, seed) alone. No token is read, so it is
-there before the first step, together with the count of everything that will not be seen as it is: what is split,
+It follows from (lengths of the documents, which of them are held out, context, policy for long documents, seed) alone. No token is
+read, so it is there before the first step, together with the count of everything that will not be seen as it is: what is split,
 dropped, or padded.
 
 Documents longer than the context, by policy:
@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from ..base.files import inside, read_json, sha256_of
 from .fit import best_fit
 from .folder import Packed
 from .publish import publish
+from .split import Split
 
 POLICIES = ("split", "drop", "error")
 _RECIPE = 2  # of fit.py and this file: another number for other rows, or for another form of them
@@ -85,23 +86,30 @@ def check_context(context: int, long_documents: str) -> None:
 
 
 def make_plan(
-    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None
-) -> RowPlan:
-    """Compute the plan for all documents, or for those of one source."""
+    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None,
+    split: Split | None = None,
+) -> RowPlan:  # fmt: skip
+    """Compute the plan for all documents, for those of one source, or for one side of a split of them."""
     check_context(context, long_documents)
     lengths, supervised = packed.lengths(source), packed.supervised(source)
     first = 0 if source is None else packed.manifest["sources"][source]["range"][0]
     name = packed.folder if source is None else f"{packed.folder}, source {packed.manifest['sources'][source]['name']}"
+    numbers = np.arange(first, first + len(lengths))
+    if split is not None:
+        side = split.select(packed.hashes(source), name)
+        numbers, lengths, supervised = numbers[side], lengths[side], supervised[side]
+        name = f"{name}, {'what validation holds out' if split.held_out else 'without what validation holds out'}"
     is_long = lengths > context
     if long_documents == "error" and is_long.any():
         at = int(np.argmax(lengths))
         raise ValueError(
             f"{name}: {int(is_long.sum()):,} documents are longer than the context of {context:,} tokens; document "
-            f"{first + at:,} is the longest with {int(lengths[at]):,}. Raise the context, or choose long_documents: split or drop"
+            f"{int(numbers[at]):,} is the longest with {int(lengths[at]):,}. Raise the context, or choose long_documents: split or "
+            "drop"
         )
     document, start, stop = _cut(lengths, context, split=long_documents == "split")
-    document += first
-    learn = _learnable(packed, document, start, stop, supervised, lengths, first)
+    learn = _learnable(packed, numbers, document, start, stop, supervised, lengths)
+    document = numbers[document]
     keep = learn > 0
     idle = int((stop - start)[~keep].sum())
     document, start, stop, learn = document[keep], start[keep], stop[keep], learn[keep]
@@ -119,7 +127,7 @@ def make_plan(
     count = int(rows.max()) + 1
     bounds = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=count), out=bounds[1:])
-    split = int(is_long.sum()) if long_documents == "split" else 0
+    cut = long_documents == "split" and bool(is_long.any())
     dropped = lengths[is_long] if long_documents == "drop" else lengths[:0]
     counts = Counts(
         documents=len(lengths),
@@ -127,8 +135,8 @@ def make_plan(
         rows=count,
         long_documents=int(is_long.sum()),
         longest=int(lengths.max(initial=0)),
-        split_pieces=int((-(-lengths[is_long] // context)).sum()) if split else 0,
-        unpredicted=int((-(-lengths[is_long] // context) - 1).sum()) if split else 0,
+        split_pieces=int((-(-lengths[is_long] // context)).sum()) if cut else 0,
+        unpredicted=int((-(-lengths[is_long] // context) - 1).sum()) if cut else 0,
         dropped_documents=len(dropped),
         dropped_tokens=int(dropped.sum()),
         unlearnable_pieces=int((~keep).sum()),
@@ -152,37 +160,37 @@ def _cut(lengths: np.ndarray, context: int, split: bool) -> tuple[np.ndarray, np
 
 
 def _learnable(
-    packed: Packed, document: np.ndarray, start: np.ndarray, stop: np.ndarray, supervised: np.ndarray,
-    lengths: np.ndarray, first: int,
+    packed: Packed, numbers: np.ndarray, document: np.ndarray, start: np.ndarray, stop: np.ndarray, supervised: np.ndarray,
+    lengths: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Supervised tokens of every piece. Those of whole documents are known; a part is counted from the index of its mask."""
     if not packed.masked:
         return stop - start - 1
-    learn = supervised[document - first].astype(np.int64)
-    for at in np.flatnonzero(stop - start < lengths[document - first]).tolist():
-        begin = int(packed.offsets[document[at]])
+    learn = supervised[document].astype(np.int64)
+    for at in np.flatnonzero(stop - start < lengths[document]).tolist():
+        begin = int(packed.offsets[numbers[document[at]]])
         learn[at] = packed.count(begin + int(start[at]) + 1, begin + int(stop[at]))
     return learn
 
 
 def open_plan(
     packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None,
-    keep: bool = True,
+    split: Split | None = None, keep: bool = True,
 ) -> RowPlan:  # fmt: skip
     """The plan from `rows/` in the packed folder; made and put there if it is not yet. A folder that cannot be written to is no
     error: the plan then lives in memory, as it does without keep."""
     check_context(context, long_documents)
-    asked = [_RECIPE, packed.identity, context, long_documents, seed, source]
+    asked = [_RECIPE, packed.identity, context, long_documents, seed, source, *(astuple(split) if split else ())]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     folder = packed.folder / "rows" / key
     if not (folder / "plan.json").is_file():
-        plan = make_plan(packed, context, long_documents=long_documents, seed=seed, source=source)
+        plan = make_plan(packed, context, long_documents=long_documents, seed=seed, source=source, split=split)
         with suppress(OSError, ValueError):  # read-only, or another process was first
             if keep:
                 _save(plan, folder)
         if not (folder / "plan.json").is_file():
             return plan
-    return _load(folder, packed, context, source)
+    return _load(folder, packed, context, source, split)
 
 
 def _save(plan: RowPlan, folder: Path) -> None:
@@ -198,7 +206,7 @@ def _save(plan: RowPlan, folder: Path) -> None:
     publish(folder, fill)
 
 
-def _load(folder: Path, packed: Packed, context: int, source: int | None) -> RowPlan:
+def _load(folder: Path, packed: Packed, context: int, source: int | None, split: Split | None) -> RowPlan:
     """A plan that was made before. Its numbers are used as places in files, so none is believed."""
     try:
         about = read_json(inside(packed.folder, str((folder / "plan.json").relative_to(packed.folder))), _LIMIT)
@@ -211,13 +219,13 @@ def _load(folder: Path, packed: Packed, context: int, source: int | None) -> Row
             raise ValueError("its arrays are not whole numbers")
         pieces, bounds, supervised = arrays
         plan = RowPlan(context, pieces, bounds, supervised, counts)
-        _check(plan, packed, source)
+        _check(plan, packed, source, split)
     except (OSError, ValueError, TypeError, KeyError, EOFError, OverflowError) as error:
         raise ValueError(f"{folder} is damaged ({str(error)[:200]}); remove that folder, it is made again") from None
     return plan
 
 
-def _check(plan: RowPlan, packed: Packed, source: int | None) -> None:
+def _check(plan: RowPlan, packed: Packed, source: int | None, split: Split | None) -> None:
     """Does the plan make rows of the documents that are there?"""
     pieces, bounds, supervised = plan.pieces, plan.bounds, plan.supervised
     if bounds.ndim != 1 or supervised.ndim != 1 or len(bounds) < 2 or pieces.shape != (int(bounds[-1]), 3):
@@ -232,6 +240,8 @@ def _check(plan: RowPlan, packed: Packed, source: int | None) -> None:
     document, start, stop = pieces.T
     if document.min() < first or document.max() >= first + len(lengths):
         raise ValueError("it has pieces of documents that are not there")
+    if split is not None and not split.select(packed.hashes(source), packed.folder)[document - first].all():
+        raise ValueError("it has pieces of documents of the other side of the split")
     if (start < 0).any() or (start >= stop).any() or (stop > lengths[document - first]).any():
         raise ValueError("it has pieces that do not lie in their documents")
     sizes = np.add.reduceat(stop - start, bounds[:-1])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .chat import Spans, render_chat
+from .chat import Spans, is_marked, learned_spans, render_chat, up_to_end
 from .chat_template import render as render_template
 from .encode import Encoder
+from .formats import Chat, Pair, get, read_example, short
 from .quotes import Quotes, QuotingEncoder, Render
-from .source import OPTIONAL, Source, did_you_mean
+from .source import OPTIONAL, Source
+from .templates import shipped, twin_of
 from .tokenizer import TokenizerParts
 
 IGNORE = -100
@@ -27,6 +30,7 @@ class Encoders:
 
     def __init__(self, parts: TokenizerParts, *, parse: bool):
         self.parts, self.parse = parts, parse
+        self._twins: dict[str, str | None] = {}  # template -> the name of ours that renders as it does
 
     @cached_property
     def plain(self) -> Encoder:
@@ -44,52 +48,73 @@ class Encoders:
     def quotes(self) -> Quotes:
         return Quotes(() if self.parse else self.parts.special)
 
+    @cached_property
+    def special(self) -> re.Pattern[str]:
+        longest_first = sorted(self.parts.special, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def twin(self, template: str) -> str | None:
+        """The name of our template that marks the turns of this one, which does not."""
+        if template not in self._twins:
+            self._twins[template] = None if is_marked(template) else twin_of(template, self.parts.special_tokens)
+        return self._twins[template]
+
+    def marked_by(self, source: Source) -> str | None:
+        """What was found to mark the turns of a source, if anything was looked for."""
+        return self._twins.get(self.template(source) or "")
+
+    def template(self, source: Source) -> str | None:
+        """The template of a source, as text."""
+        return self.parts.chat_template if source.chat_template is None else source.chat_template
+
 
 class Rendered(NamedTuple):
     text: str  # empty: an empty document
     spans: Spans | None  # ranges of characters that are supervised; None = all
     encoder: Encoder
+    chat: bool = False  # the template has written all there is
 
 
 def render_text(record: dict[str, Any], kind: str, source: Source, encoders: Encoders) -> Rendered:
     """The text of a record, and how it is to be encoded."""
-    if kind == "text":
-        value = _get(record, source, "text")
-        if value is not None and not isinstance(value, str):
-            raise ValueError(
-                f"the column {source.column('text')!r} is a {type(value).__name__}, not a text: {_short(value)}"
-            )
-        return Rendered(value or "", None, encoders.plain)
-    if kind == "completion":
-        prompt, completion = (_get(record, source, name) for name in ("prompt", "completion"))
-        for name, value in (("prompt", prompt), ("completion", completion)):
-            if not isinstance(value, str):
-                hint = "; for lists of messages use the column messages" if isinstance(value, list) else ""
-                raise ValueError(f"the column {source.column(name)!r} is a {type(value).__name__}, not a text{hint}")
-        return Rendered(prompt + completion, [(len(prompt), len(prompt) + len(completion))], encoders.plain)
-    assert kind == "chat"
-    template = encoders.parts.chat_template
+    template = encoders.template(source)
+    example = read_example(record, kind, source, template=template is not None)
+    if isinstance(example, str):
+        return Rendered(example, None, encoders.plain)
+    if isinstance(example, Pair):
+        begin = len(example.prompt)
+        return Rendered(example.prompt + example.completion, [(begin, begin + len(example.completion))], encoders.plain)
     if template is None:
         raise ValueError(
             "this is a chat, but the tokenizer has no chat template; use the tokenizer of the instruct model, or give a template "
             "(--chat-template)"
         )
-    messages = _get(record, source, "messages")
-    if not messages:
-        return Rendered("", [], encoders.chat)
+    return _render_chat(example, template, encoders)
+
+
+def _render_chat(chat: Chat, template: str, encoders: Encoders) -> Rendered:
+    if not chat.messages:
+        return Rendered("", [], encoders.chat, chat=True)
+    name = encoders.twin(template)
+    twin = None if name is None else shipped(name)
 
     def render(messages: Any, tools: Any) -> tuple[str, Spans]:
-        return render_chat(messages, template, encoders.parts.special_tokens, tools)
+        return render_chat(messages, template, encoders.parts.special_tokens, tools, twin)
 
-    return _quoted(messages, record.get(source.column("tools")), render, encoders)
+    rendered = _quoted(chat.messages, chat.tools, render, encoders)
+    if chat.all_learned:
+        return rendered
+    return rendered._replace(spans=learned_spans(rendered.spans or [], chat.messages, chat.learned))
 
 
 def _quoted(messages: Any, tools: Any, render: Render, encoders: Encoders) -> Rendered:
     """A chat in which only the template's own special tokens are meant."""
     text, spans, own = encoders.quotes.render(messages, tools, render)
+    ends = {end for _, end in own} if own is not None else {match.end() for match in encoders.special.finditer(text)}
+    spans = up_to_end(text, spans, ends)
     if own is None:
-        return Rendered(text, spans, encoders.chat)
-    return Rendered(encoders.quoting.with_aliases(text, own), spans, encoders.quoting)
+        return Rendered(text, spans, encoders.chat, chat=True)
+    return Rendered(encoders.quoting.with_aliases(text, own), spans, encoders.quoting, chat=True)
 
 
 def prompt_ids(asked: str, encoders: Encoders) -> list[int]:
@@ -108,10 +133,10 @@ def prompt_ids(asked: str, encoders: Encoders) -> list[int]:
     return [*before, *(int(token) for ids, _ in pieces for token in ids), *after]
 
 
-def encode_text(text: str, spans: Spans | None, kind: str, encoder: Encoder, eos: bool) -> Iterator[Tokens]:
+def encode_text(text: str, spans: Spans | None, encoder: Encoder, eos: bool, *, chat: bool = False) -> Iterator[Tokens]:
     """Ids of one text in pieces, with what the tokenizer puts around it and the end-of-sequence token. A chat's template has all
     that already."""
-    before, after = around(encoder.parts, kind, eos)
+    before, after = ([], []) if chat else around(encoder.parts, eos)
     if before:
         yield np.array(before), None if spans is None else np.zeros(len(before), bool)
     for ids, starts in encoder.stream(encoder.pieces(text)):
@@ -120,10 +145,8 @@ def encode_text(text: str, spans: Spans | None, kind: str, encoder: Encoder, eos
         yield np.array(after), None  # learned: it ends what was to be learned
 
 
-def around(parts: TokenizerParts, kind: str, eos: bool) -> tuple[list[int], list[int]]:
+def around(parts: TokenizerParts, eos: bool) -> tuple[list[int], list[int]]:
     """Tokens before and after the text of a document."""
-    if kind == "chat":
-        return [], []
     after = list(parts.suffix)
     if eos and parts.eos is not None and after[-1:] != [parts.eos]:
         after.append(parts.eos)
@@ -140,7 +163,7 @@ def inside(starts: np.ndarray, spans: Spans) -> np.ndarray:
 
 def given_tokens(record: dict[str, Any], source: Source) -> Tokens:
     """Ids that are in the record already."""
-    ids = _numbers(_get(record, source, "input_ids"), source.column("input_ids"))
+    ids = _numbers(get(record, source, "input_ids"), source.column("input_ids"))
     mask_name, label_name = source.column("attention_mask"), source.column("labels")
     mask = record.get(mask_name)
     if mask is not None and not all(mask):
@@ -166,28 +189,13 @@ def columns_of(kind: str, names: tuple[str, ...], source: Source) -> list[str]:
     return [source.column(name) for name in (*names, *OPTIONAL.get(kind, ()))]
 
 
-def _get(record: dict[str, Any], source: Source, name: str) -> Any:
-    column = source.column(name)
-    if column not in record:
-        raise ValueError(
-            f"the column {column!r} is missing{did_you_mean(column, record)}; present are "
-            f"{', '.join(map(repr, record)) or 'none'}. Map it, as in columns: {{{name}: NAME}}"
-        )
-    return record[column]
-
-
 def _numbers(value: Any, column: str) -> np.ndarray:
     if value is None:
         return np.zeros(0, np.int64)
     if not isinstance(value, (list, np.ndarray)):
-        raise ValueError(f"the column {column!r} is a {type(value).__name__}, not a list of token ids: {_short(value)}")
+        raise ValueError(f"the column {column!r} is a {type(value).__name__}, not a list of token ids: {short(value)}")
     array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         odd = next((item for item in value if not isinstance(item, int) or isinstance(item, bool)), value)
-        raise ValueError(f"the column {column!r} holds {_short(odd)}, which is no token id; ids are whole numbers")
+        raise ValueError(f"the column {column!r} holds {short(odd)}, which is no token id; ids are whole numbers")
     return array.astype(np.int64)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

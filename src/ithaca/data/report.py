@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,8 +12,10 @@ from .find import left_out_words
 from .folder import Packed
 from .manifest import DROPPED
 from .plan import Counts, make_plan, open_plan
+from .split import Split
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+_SHOWN = ("name", "kind", "use", "marked_by", "documents", "chats", "tokens", "supervised", "dropped", "left_out")
 _SAMPLE = 160  # tokens of a document that are shown
 
 
@@ -33,13 +35,7 @@ def describe(packed: Packed) -> dict[str, Any]:
         "dropped": manifest["dropped"],
         "tokenizer": None if manifest["tokenizer"] is None else manifest["tokenizer"]["name"],
         "special_tokens": manifest["settings"]["special_tokens"],
-        "sources": [
-            {
-                name: source[name]
-                for name in ("name", "kind", "documents", "tokens", "supervised", "dropped", "left_out")
-            }
-            for source in manifest["sources"]
-        ],
+        "sources": [{name: source[name] for name in _SHOWN} for source in manifest["sources"]],
         "lengths": {
             "shortest": int(lengths.min()),
             "longest": int(lengths.max()),
@@ -61,14 +57,19 @@ def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def rows_at(
-    packed: Packed, context: int, long_documents: str = "split", seed: int = 0, *, keep: bool = False
-) -> list[dict[str, Any]]:
-    """The row plan of every source, in counts. keep: leave the plans in the folder for training."""
+    packed: Packed, context: int, long_documents: str = "split", seed: int = 0, *, keep: bool = False,
+    validation: Sequence[int | float] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The row plan of every source, in counts. keep: leave the plans in the folder for training. validation: what is held out of
+    each (split.py), which is then a plan of its own."""
     plan = open_plan if keep else make_plan
     summaries = []
     for number, source in enumerate(packed.manifest["sources"]):
-        counts = plan(packed, context, long_documents=long_documents, seed=seed, source=number).counts
-        summaries.append({"source": source["name"], "context": context, **asdict(counts), "full": counts.full})
+        share = 0 if validation is None else validation[number]
+        for split in [Split(share, seed, held_out) for held_out in (False, True)] if share else [None]:
+            counts = plan(packed, context, long_documents=long_documents, seed=seed, source=number, split=split).counts
+            name = f"{source['name']}, held out" if split is not None and split.held_out else source["name"]
+            summaries.append({"source": name, "context": context, **asdict(counts), "full": counts.full})
     return summaries
 
 
@@ -112,13 +113,27 @@ def summary(packed: Packed) -> list[str]:
     for source in about["sources"]:
         dropped = dropped_words(source["dropped"])
         lines.append(
-            f"  {source['name']}: {source['kind']}, {source['documents']:,} documents, {source['tokens']:,} tokens"
+            f"  {source['name']}: {kind_words(source)}, {source['documents']:,} documents, {source['tokens']:,} tokens"
             + (f"; documents left out: {dropped}" if dropped else "")
         )
+        lines += [f"    {line}" for line in marked_words(source)]
         lines += [f"    {line}" for line in left_out_words(source["left_out"])]
     if about["special_tokens"] == "parse":
         lines.append("  special tokens that are written in documents are special (special_tokens: parse)")
     return lines
+
+
+def kind_words(source: dict[str, Any]) -> str:
+    return source["kind"] + (f" ({source['use']} only)" if source["use"] else "")
+
+
+def marked_words(source: dict[str, Any]) -> list[str]:
+    if source["marked_by"] is None:
+        return []
+    return [
+        f"the chat template does not say which turns are the assistant's; ours of the name {source['marked_by']}, which renders "
+        "the same, does"
+    ]
 
 
 def dropped_words(dropped: dict[str, int]) -> str:

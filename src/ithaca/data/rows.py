@@ -12,7 +12,7 @@ label -100, positions from 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from .folder import Packed
 from .order import Order
 from .plan import RowPlan, open_plan
+from .split import Split
 
 IGNORE = -100  # activations.loss.IGNORE, which would bring torch
 
@@ -144,13 +145,28 @@ def positions_of(documents: list[int], start: int, stop: int) -> np.ndarray:
 
 
 def open_rows(
-    packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, keep: bool = True
+    packed: Packed,
+    context: int,
+    *,
+    long_documents: str = "split",
+    seed: int = 0,
+    validation: Sequence[int | float] | None = None,
+    held_out: bool = False,
+    keep: bool = True,
 ) -> list[Rows]:
-    """The rows of every source of a packed folder, for a `Stream` to mix."""
+    """The rows of every source of a packed folder, for a `Stream` to mix.
+
+    validation: of each source, how many documents, or which share of them, are held out (split.py); 0 = none. held_out: the rows of
+    those documents, of the sources that have any, instead of the rows of all others."""
     rows = []
     for number, about in enumerate(packed.manifest["sources"]):
-        plan = open_plan(packed, context, long_documents=long_documents, seed=seed, source=number, keep=keep)
-        rows.append(Rows(packed, plan, about["name"]))
+        share = 0 if validation is None else validation[number]
+        if share or not held_out:
+            split = Split(share, seed, held_out) if share else None
+            plan = open_plan(
+                packed, context, long_documents=long_documents, seed=seed, source=number, split=split, keep=keep
+            )
+            rows.append(Rows(packed, plan, about["name"]))
     return rows
 
 

@@ -54,15 +54,17 @@ def pack_sources(config: Config, say: Callable[[str], None], *, keep: bool = Tru
     if files:
         folder.parent.mkdir(parents=True, exist_ok=True)
         more: dict[str, Any] = {"eos": data.eos, "special_tokens": data.special_tokens, **encoding(config)}
-        packed = pack(sources_of(files), folder, say=say, **more)
+        packed = pack(sources_of(files), folder, chat_template=data.chat_template, say=say, **more)
     else:
         packed = Packed(folder)
     say("\n".join(summary(packed)))
     check_files(packed, RunFolder(config.run.folder).checked, say, keep=keep)
     if (local(config.tokenizer) / "tokenizer.json").is_file():
         check_tokenizer(packed, load_tokenizer(config.tokenizer), config.tokenizer)
-    for rows in _rows(config, packed, keep):
-        say("\n".join(plan_words(rows.name, data.context, rows.plan.counts, data.long_documents)))
+    for held_out in (False, *([True] if data.holds_out and config.eval.every is not None else [])):
+        for rows in _rows(config, packed, keep, held_out):
+            name = f"{rows.name}, held out" if held_out else rows.name
+            say("\n".join(plan_words(name, data.context, rows.plan.counts, data.long_documents)))
 
 
 def check_files(packed: Packed, remembered: Path, say: Callable[[str], None], *, keep: bool = True) -> None:
@@ -97,27 +99,47 @@ def encoding(config: Config) -> dict[str, Any]:
     return {"tokenizer": config.tokenizer}
 
 
-def _rows(config: Config, packed: Packed, keep: bool) -> list[Rows]:
+def _rows(config: Config, packed: Packed, keep: bool, held_out: bool = False) -> list[Rows]:
     data = config.data
-    return open_rows(packed, data.context, long_documents=data.long_documents, seed=data.seed, keep=keep)
+    shares = shares_of(config, packed)
+    return open_rows(
+        packed,
+        data.context,
+        long_documents=data.long_documents,
+        seed=data.seed,
+        validation=shares if any(shares) else None,
+        held_out=held_out,
+        keep=keep,
+    )
 
 
-def open_stream(config: Config, vocabulary: int, *, keep: bool = True) -> Stream:
-    """All rows of a run, mixed by weight. keep: remember which rows there are (plan.py)."""
+def shares_of(config: Config, packed: Packed) -> list[int | float]:
+    """What is held out of each source of a packed folder."""
+    return [config.data.held_out(source) for source in _named(config, packed)]
+
+
+def _named(config: Config, packed: Packed) -> list[Source] | list[None]:
+    """The source that each one of a packed folder was made from; of a folder that is given without its sources nothing is known."""
+    files, count = _from_files(config.data.sources), len(packed.manifest["sources"])
+    return files if len(files) == count else [None] * count
+
+
+def open_stream(config: Config, vocabulary: int, *, held_out: bool = False, keep: bool = True) -> Stream:
+    """All rows of a run, mixed by weight. held_out: those of documents that validation holds out, in an order of their own.
+    keep: remember which rows there are (plan.py)."""
     data = config.data
     sources, weights = [], []
-    files = _from_files(data.sources)
-    if files or data.packed:
-        rows = _rows(config, Packed(packed_folder(config)), keep)
-        rows[0].packed.check_vocabulary(vocabulary)
-        sources += rows
-        # a packed folder that is given without its sources has nothing to weigh them by
-        weights += [source.weight for source in files] if len(files) == len(rows) else [1.0] * len(rows)
-    for source in data.sources:
+    if _from_files(data.sources) or data.packed:
+        packed = Packed(packed_folder(config))
+        packed.check_vocabulary(vocabulary)
+        sources += _rows(config, packed, keep, held_out)
+        named = [entry for entry in _named(config, packed) if data.held_out(entry) or not held_out]
+        weights += [1.0 if entry is None else entry.weight for entry in named]
+    for source in data.sources if not held_out else ():
         if source.synthetic is not None:
             sources.append(SYNTHETIC[source.synthetic](data.context, vocabulary, seed=data.seed))
             weights.append(source.weight)
-    return Stream(sources, weights, seed=data.seed)
+    return Stream(sources, weights, seed=data.seed + held_out)
 
 
 class Loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,8 @@ class ShardWriter:
         self._file = open(folder / f"tokens-{number:05d}.bin", "wb", buffering=1 << 20)  # noqa: SIM115
         self._lengths = open(folder / f"lengths-{number:05d}.part", "wb", buffering=1 << 16)  # noqa: SIM115
         self._mask: _MaskWriter | None = None  # from the first token on that is not supervised
-        self._length = 0  # of the document being written
+        self._hash = blake2b(digest_size=8)  # of the document being written
+        self._length = 0
         self._highest = -1
         self._seen: list[np.ndarray | None] = []
         self._sizes: list[int] = []
@@ -41,7 +43,9 @@ class ShardWriter:
                 f"token {self._length + at:,} is {int(ids[at]):,}, outside the vocabulary of {self.vocabulary:,} tokens (0 to "
                 f"{self.vocabulary - 1:,}); check that ids and vocabulary belong together"
             )
-        self._file.write(ids.astype(self._dtype).tobytes())
+        raw = ids.astype(self._dtype).tobytes()
+        self._file.write(raw)
+        self._hash.update(raw)
         self._length += len(ids)
         self._highest = max(self._highest, high)
         self._seen.append(seen)
@@ -53,7 +57,7 @@ class ShardWriter:
             self._file.seek(self.tokens * self._dtype.itemsize)
             self._file.truncate()
         self.dropped[reason] += 1
-        self._length, self._highest, self._seen, self._sizes = 0, -1, [], []
+        self._begin()
 
     def end(self) -> None:
         """Close the document. One that can teach nothing is dropped and counted."""
@@ -67,12 +71,18 @@ class ShardWriter:
         if learn == 0:
             return self.discard("unsupervised")
         self._write_mask(whole)
-        self._lengths.write(np.array([self._length, learn], INDEX).tobytes())
+        numbers = [self._length, learn, int.from_bytes(self._hash.digest(), "little", signed=True)]
+        self._lengths.write(np.array(numbers, INDEX).tobytes())
         self.tokens += self._length
         self.documents += 1
         self.supervised += learn
         self.largest = max(self.largest, self._highest)
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new document."""
         self._length, self._highest, self._seen, self._sizes = 0, -1, [], []
+        self._hash = blake2b(digest_size=8)
 
     def _write_mask(self, seen: np.ndarray | None) -> None:
         if self._mask is None:

@@ -3,10 +3,15 @@
 A source is a file, a folder, a glob, the same of a repository on the Hub (hf:OWNER/NAME, fetch.py), or a saved Hugging Face
 dataset. Its format is told by file names, what its records are by their columns:
 
-    text                     plain text
-    messages                 a chat, rendered with the tokenizer's chat template; only assistant turns are supervised
-    prompt, completion       only the completion is supervised
-    input_ids [, labels]     token ids; labels of -100 are not supervised
+    text                                 plain text
+    messages [, tools]                   a chat, rendered with a chat template; only assistant turns are supervised
+    conversations [, system, tools]      the same, as ShareGPT writes it
+    instruction, output [, input, ...]   the same, as Alpaca writes it
+    prompt, completion                   texts or lists of messages; only the completion is supervised
+    chosen, rejected [, prompt]          two answers; with `use: chosen` only the chosen one is read, and supervised
+    input_ids [, labels]                 token ids; labels of -100 are not supervised
+
+formats.py reads them.
 
 `columns` maps these names to those of the data: {"text": "body"}. A text file is one document. A .npy file is token
 ids: an array of one dimension is one document, or as many as NAME.offsets.npy beside it says; of two dimensions, a
@@ -29,10 +34,22 @@ FORMATS = ("auto", "jsonl", "parquet", "txt", "tokens", "datasets")
 KINDS = {
     "text": ("text",),
     "chat": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
+    "preference": ("chosen", "rejected"),
     "tokens": ("input_ids",),
 }
-OPTIONAL = {"chat": ("tools",), "tokens": ("labels", "attention_mask")}
+OPTIONAL = {
+    "chat": ("tools",),
+    "sharegpt": ("system", "tools"),
+    "alpaca": ("input", "system", "history"),
+    "completion": ("tools",),
+    "preference": ("prompt", "tools"),
+    "tokens": ("labels", "attention_mask"),
+}
+TEMPLATED = ("chat", "sharegpt", "alpaca", "completion", "preference")  # what a chat template may render
+USES = ("chosen",)
 _NAMES = sorted({name for names in (*KINDS.values(), *OPTIONAL.values()) for name in names})
 
 
@@ -45,6 +62,8 @@ class Source:
     columns: dict[str, str] = field(default_factory=dict)
     kind: str | None = None  # one of KINDS; None = told by the columns
     split: str | None = None  # of a dataset; None = train, or the only one
+    use: str | None = None  # of preferences: what is learned from, one of USES
+    chat_template: str | None = None  # one of ours by name, a file, or the text itself; None = the tokenizer's
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -53,6 +72,8 @@ class Source:
             )
         if self.kind is not None and self.kind not in KINDS:
             raise ValueError(f"source {self.path}: kind {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if self.use is not None and self.use not in USES:
+            raise ValueError(f"source {self.path}: use {self.use!r} is unknown; choose one of {', '.join(USES)}")
         for name in self.columns:
             if name not in _NAMES:
                 raise ValueError(
@@ -122,13 +143,24 @@ def tell_kind(source: Source, columns: Iterable[str], where: str) -> str:
     )
 
 
+def check_use(source: Source, kind: str) -> None:
+    """ValueError unless it is said what is learned from two answers, and only there."""
+    if kind == "preference" and source.use is None:
+        raise ValueError(
+            f"source {source.path} holds preferences ({source.column('chosen')!r} and {source.column('rejected')!r}), and learning "
+            "from both is not possible yet; to learn from the chosen answers only, say use: chosen (--use chosen)"
+        )
+    if kind != "preference" and source.use is not None:
+        raise ValueError(f"source {source.path}: use is for preferences, and this is {kind}; leave it out")
+
+
 def sources_of(configured: Iterable[Any]) -> list[Source]:
     """Sources as the `data.sources` of a config lists them. Synthetic ones are not packed and left to the caller."""
     sources = []
     for entry in configured:
         if entry.path is None:
             continue
-        names = {"text": entry.columns.text, "messages": entry.columns.messages, "input_ids": entry.columns.tokens}
-        columns = {name: column for name, column in names.items() if column != name}
-        sources.append(Source(entry.path, entry.format, columns, "chat" if entry.chat else None, entry.split))
+        columns = {name: column for name, column in vars(entry.columns).items() if column != name}
+        kind = entry.kind or ("chat" if entry.chat else None)
+        sources.append(Source(entry.path, entry.format, columns, kind, entry.split, entry.use, entry.chat_template))
     return sources

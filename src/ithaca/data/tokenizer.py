@@ -74,13 +74,11 @@ def _check_files(folder: Path) -> None:
         read_settings(folder / "config.json")
 
 
-def tokenizer_parts(tokenizer: Any, chat_template: str | None = None) -> TokenizerParts:
-    """The parts of a loaded tokenizer; `chat_template` replaces its own."""
+def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
+    """The parts of a loaded tokenizer."""
     from tokenizers import Tokenizer
 
-    template = chat_template
-    if template is None and tokenizer.chat_template is not None:
-        template = tokenizer.get_chat_template()
+    template = None if tokenizer.chat_template is None else tokenizer.get_chat_template()
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()  # tokenizer.json may carry both from somebody's last call
     backend.no_padding()
@@ -133,14 +131,18 @@ def differing(then: dict[str, str], now: dict[str, str], *, chats: bool) -> list
     return [text for name, text in words.items() if then[name] != now[name] and (chats or name != "chat_template")]
 
 
+def own_template(manifest: dict[str, Any]) -> bool:
+    """Whether the tokenizer's own chat template rendered anything in a packed folder."""
+    return any(source["chats"] and source["chat_template"] is None for source in manifest["sources"])
+
+
 def check_tokenizer(packed: Packed, tokenizer: Any, name: str = "the model") -> None:
     """Refuse to read packed data with a tokenizer other than the one it was packed with."""
     about = packed.manifest["tokenizer"]
     if about is None:
         return  # ids were given, there is nothing to compare; check_vocabulary still holds
-    chats = any(source["kind"] == "chat" for source in packed.manifest["sources"])
-    template = packed.manifest["settings"]["chat_template"]
-    parts = differing(about["sha256"], fingerprint(tokenizer_parts(tokenizer, template)), chats=chats)
+    now = fingerprint(tokenizer_parts(tokenizer))
+    parts = differing(about["sha256"], now, chats=own_template(packed.manifest))
     if parts:
         import tokenizers
 

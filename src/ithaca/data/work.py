@@ -50,8 +50,10 @@ def start_worker(job: Job) -> Callable[[Any, Report], Any]:
             with open_steady(str(what), part) as file:
                 return sha256_in(file)
         with ShardWriter(Path(job.folder), int(what), job.vocabulary) as writer:
-            _PartWorker(job, part, encoders, writer, report).run()
-            return writer.close()
+            worker = _PartWorker(job, part, encoders, writer, report)
+            worker.run()
+            marked_by = encoders.marked_by(worker.source) if encoders is not None and worker.chats else None
+            return {**writer.close(), "chats": worker.chats, "marked_by": marked_by}
 
     return handle
 
@@ -60,6 +62,7 @@ class _PartWorker:
     def __init__(self, job: Job, part: Part, encoders: Encoders | None, writer: ShardWriter, report: Report):
         self.job, self.part, self.encoders, self.writer, self._report = job, part, encoders, writer, report
         self.source, self.kind = job.sources[part.source], job.kinds[part.source]
+        self.chats = 0  # records that a chat template rendered
         self._texts: list[tuple[str, Record]] = []
         self._characters = 0
         self._read = self._told_documents = self._told_tokens = 0
@@ -94,7 +97,8 @@ class _PartWorker:
         else:
             assert self.encoders is not None
             with self._placing(record):
-                text, spans, encoder = render_text(record.values, self.kind, self.source, self.encoders)
+                text, spans, encoder, chat = render_text(record.values, self.kind, self.source, self.encoders)
+            self.chats += chat
             if not text.strip():
                 self.writer.dropped["empty"] += 1
             elif spans is None and len(text) <= encoder.window:
@@ -106,7 +110,7 @@ class _PartWorker:
                 self._flush()  # documents keep their order
                 with self._placing(record):
                     _check_characters(text)
-                    for ids, seen in encode_text(text, spans, self.kind, encoder, self.job.eos):
+                    for ids, seen in encode_text(text, spans, encoder, self.job.eos, chat=chat):
                         self.writer.add(ids, seen)
                     self.writer.end()
         self._tell(record.size)
@@ -131,7 +135,7 @@ class _PartWorker:
         if not self._texts:
             return
         assert self.encoders is not None
-        before, after = around(self.encoders.parts, self.kind, self.job.eos)
+        before, after = around(self.encoders.parts, self.job.eos)
         try:
             encoded = self.encoders.plain.batch([text for text, _ in self._texts])
         except (UnicodeEncodeError, TypeError):
@@ -158,7 +162,7 @@ class _PartWorker:
                 self._tell(size)
                 yield text
 
-        before, after = around(self.encoders.parts, self.kind, self.job.eos)
+        before, after = around(self.encoders.parts, self.job.eos)
         self.writer.add(np.array(before, np.int64), None)
         try:
             for ids, _ in self.encoders.plain.stream(pieces()):

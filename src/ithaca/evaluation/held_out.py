@@ -1,7 +1,8 @@
 """What an evaluation reads: held-out text, packed like training data, and the language of its questions.
 
-Held-out rows have the context of the run and an order of their own (the seed of the data, plus one). They are packed into
-`eval.packed`, or, without one, beside the results; the same rows are read every time.
+Held-out rows have the context of the run and an order of their own (the seed of the data, plus one); the same rows are read every
+time. They come from `eval.sources`, packed into `eval.packed` or, without one, beside the results; where there are none, from
+what `data.validation` holds out of the training data, which is packed with it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from ..base.exits import DATA, Failed
 from ..base.hub import local
 from ..base.run_folder import RunFolder
 from ..config.schema import Config
+from ..data.folder import Packed
 from ..data.rows import Stream
-from ..data.samples import open_stream, pack_sources
+from ..data.samples import check_files, open_stream, pack_sources, packed_folder
 from ..data.tokenizer import load_tokenizer
 from ..engine.build import model_config
 from .languages import Ids, Language, Pairs, Words
@@ -23,27 +25,37 @@ from .suite import Suite, make_suite
 
 
 def held_out_config(config: Config) -> Config | None:
-    """The config with held-out data in place of training data; None where there is none."""
+    """The config with data of the evaluation in place of training data; None where it has none of its own."""
     evaluate = config.eval
     if not evaluate.sources and evaluate.packed is None:
         return None
     packed = evaluate.packed
     if packed is None and any(source.synthetic is None for source in evaluate.sources):
         packed = str(RunFolder(config.run.folder).evaluations / "data")
-    data = replace(config.data, sources=evaluate.sources, packed=packed, seed=config.data.seed + 1)
+    data = replace(config.data, sources=evaluate.sources, packed=packed, seed=config.data.seed + 1, validation=None)
     return replace(config, data=data)
 
 
 def pack_held_out(config: Config, say: Callable[[str], None]) -> None:
-    """Before any rank starts: tokenise held-out files that are not packed yet."""
+    """Before any rank starts: tokenise held-out files that are not packed yet. What validation holds out lies with the rest."""
     held_out = held_out_config(config)
     if held_out is not None and held_out.data.is_packed:
         pack_sources(held_out, say)
+    elif held_out is None and config.data.holds_out:
+        folder = packed_folder(config)
+        if not folder.is_dir():
+            raise ValueError(
+                f"{folder}, the data of the run, of which a part is held out for validation, is not there; bring it back, or name "
+                "other data to measure with --file"
+            )
+        check_files(Packed(folder), RunFolder(config.run.folder).checked, say)
 
 
 def open_held_out(config: Config, vocabulary: int) -> Stream | None:
     held_out = held_out_config(config)
-    return None if held_out is None else open_stream(held_out, vocabulary)
+    if held_out is None:
+        return open_stream(config, vocabulary, held_out=True) if config.data.holds_out else None
+    return open_stream(held_out, vocabulary)
 
 
 def has_tokenizer(config: Config) -> bool:

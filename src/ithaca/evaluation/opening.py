@@ -70,7 +70,8 @@ def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
         )
     results = out or run / "eval"
     step = step_of(checkpoint) or 0
-    given = ["stack=auto", f"run.folder={results}", *_phase(load(run / "config.yaml").config, step)]
+    trained = load(run / "config.yaml").config
+    given = ["stack=auto", f"run.folder={results}", *_phase(trained, step), *_held_out(trained, step, run)]
     config = load(run / "config.yaml", [*given, *overrides]).config
     name = find_name(config.model.folder)
     if name is not None and not name.is_pinned and not any(each.startswith("model.folder=") for each in overrides):
@@ -79,6 +80,16 @@ def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
         )
     config = fetch_model(config)
     return Opened(config, checkpoint, step, results, run, checkpoint == source)
+
+
+def _held_out(config: Config, step: int, run: Path) -> list[str]:
+    """Where what was held out of the training data lies: it was packed with it."""
+    from ..config.curriculum import phase_at
+
+    data = phase_at(config, step).data
+    if not data.holds_out or config.eval.sources or config.eval.packed is not None:
+        return []
+    return [f"data.packed={data.packed or run / 'data'}"]
 
 
 def _phase(config: Config, step: int) -> list[str]:
@@ -93,7 +104,10 @@ def _phase(config: Config, step: int) -> list[str]:
         given = {field.name: getattr(phase.model.rope, field.name) for field in fields(phase.model.rope)}
         overrides += [f"model.rope.{name}={as_yaml(value)}" for name, value in given.items() if value is not None]
     sources = [
-        {"path": source.path} if source.path else {"synthetic": source.synthetic} for source in phase.data.sources
+        {"path": source.path, "validation": source.validation, "weight": source.weight}
+        if source.path
+        else {"synthetic": source.synthetic}
+        for source in phase.data.sources
     ]
     return [*overrides, f"data.sources={json.dumps(sources)}"]
 

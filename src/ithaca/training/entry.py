@@ -124,20 +124,21 @@ def _train(config: Config, text: str, wishes: Wishes) -> int:
 
 
 def _pack(config: Config, quiet: bool) -> None:
-    if config.eval.every is not None:
-        from ..evaluation.held_out import check_evaluation
-
-        check_evaluation(config, (lambda line: None) if quiet else print)
+    said = (lambda line: None) if quiet else print
     if config.data.is_packed:
         from ..data.samples import pack_sources, packed_folder
 
         try:
-            pack_sources(config, (lambda line: None) if quiet else print)
+            pack_sources(config, said)
         except (ValueError, OSError) as error:
             where = (
                 f"packing into {packed_folder(config)}: " if isinstance(error, OSError) and not error.filename else ""
             )
             raise Failed(DATA, where + str(error)) from error
+    if config.eval.every is not None:  # behind the data, of which a part may be held out
+        from ..evaluation.held_out import check_evaluation
+
+        check_evaluation(config, said)
 
 
 # -- from Python ------------------------------------------------------------------------------------------------------

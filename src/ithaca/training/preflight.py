@@ -23,7 +23,7 @@ from ..base.units import format_bytes
 from ..config import missing
 from ..config.curriculum import phase_configs
 from ..config.schema import Config
-from ..data.inputs import understand
+from ..data.inputs import understand, with_template
 from ..data.pack import _vocabulary as check_vocabulary
 from ..data.rows import Stream
 from ..data.samples import encoding, open_stream, pack_sources, packed_folder
@@ -40,7 +40,7 @@ from ..engine.optimizer import build_optimizer
 from ..engine.own import OwnDecoder
 from ..engine.parallelize import read_decoder
 from ..engine.proof import require_proof
-from ..evaluation.held_out import held_out_config, open_language
+from ..evaluation.held_out import held_out_config, open_held_out, open_language
 from ..evaluation.suite import make_suite
 from ..observe.text import describe_stack
 from ..planner.text import describe
@@ -173,7 +173,14 @@ def _data(preflight: Preflight, config: Config, vocabulary: int, about: str, kee
         else:
             preflight.unpacked = True
             files = sources_of([source for source in config.data.sources if source.synthetic is None])
-            inputs, asked = [understand(number, source) for number, source in enumerate(files)], encoding(config)
+            asked = encoding(config)
+            named = asked.get("tokenizer")
+            loaded = None if named is None else load_tokenizer(named)
+            parts = None if loaded is None else tokenizer_parts(loaded)
+            inputs = [
+                with_template(understand(number, source), config.data.chat_template, loaded)
+                for number, source in enumerate(files)
+            ]
             for entry in inputs:
                 size = format_bytes(sum(stamp.bytes for stamp in entry.files.stamps.values()))
                 count = len(entry.files.paths)
@@ -181,8 +188,6 @@ def _data(preflight: Preflight, config: Config, vocabulary: int, about: str, kee
                     f"{entry.source.path}: {count:,} file{'s' if count != 1 else ''}, {size}, {entry.kind} ({entry.format})"
                 )
             say(f"  not packed yet: documents, tokens and rows are counted when it is, into {folder}")
-            named = asked.get("tokenizer")
-            parts = None if named is None else tokenizer_parts(load_tokenizer(named), None)
             check_vocabulary(inputs, parts, asked.get("vocabulary"), config.data.eos)
     return None
 
@@ -193,6 +198,9 @@ def _evaluation(preflight: Preflight, config: Config, vocabulary: int, about: st
     held_out = held_out_config(config)
     if held_out is not None:
         _data(preflight, held_out, vocabulary, about, keep, lambda line: say(f"held out: {line}"))
+    elif config.data.holds_out and packed_folder(config).is_dir():
+        with preflight.noting(DATA, about):
+            open_held_out(config, vocabulary)
     with preflight.noting(CONFIG, about):
         make_suite(config, open_language(config, vocabulary), None, 1)
 

@@ -1,0 +1,129 @@
+"""A look at files before they are packed: what they were taken for, and what their first records say."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from .arrays import read_arrays
+from .chat import Spans
+from .formats import Chat, Example, Pair, read_example, read_preference
+from .inputs import look_at, with_template
+from .readers import read_records, read_text
+from .render import Encoders, columns_of, given_tokens, render_text
+from .source import KINDS, TEMPLATED, Source, check_use
+from .tokenizer import load_tokenizer, tokenizer_parts
+
+_SHOWN = 600  # characters of a record, without a tokenizer
+
+
+def look(source: Source, count: int, tokenizer: str | None = None, chat_template: str | None = None) -> dict[str, Any]:
+    """Format, kind and the first records of a source. With a tokenizer: as they will be learned."""
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    try:
+        entry = with_template(look_at(0, source), chat_template, loaded)
+    except ValueError as error:
+        if Path(source.path).expanduser().is_dir():
+            raise ValueError(
+                f"{source.path} is not a packed folder: it has no manifest.json. As data: {error}"
+            ) from None
+        raise
+    if source.use is not None:
+        check_use(source, entry.kind)
+    encoders = None if loaded is None else Encoders(tokenizer_parts(loaded), parse=False)
+    examples = list(islice(_examples(entry, encoders), count))
+    template = None
+    if encoders is not None and entry.kind in TEMPLATED and encoders.template(entry.source) is not None:
+        template = chat_template or "the tokenizer's own"
+    return {
+        "path": source.path,
+        "format": entry.format,
+        "kind": entry.kind,
+        "columns": {name: source.column(name) for name in KINDS[entry.kind]},
+        "files": len(entry.files.paths),
+        "bytes": sum(stamp.bytes for stamp in entry.files.stamps.values()),
+        "left_out": entry.files.left_out,
+        "chat_template": template,
+        "marked_by": None if encoders is None else encoders.marked_by(entry.source),
+        "sample": examples,
+    }
+
+
+def _examples(entry: Any, encoders: Encoders | None) -> Any:
+    """Records in order, each as its place and parts, of which some are supervised."""
+    source, kind = entry.source, entry.kind
+    for part in entry.parts:
+        for piece in part.pieces:
+            if entry.format == "txt":
+                text = next(read_text(piece.path, piece.stamp))[0]
+                yield {"place": piece.path, "parts": [_part("text", text[:_SHOWN], True)]}
+            elif entry.format == "tokens":
+                for pieces, number in read_arrays(piece.path, piece.stamp):
+                    ids = next(iter(pieces), [])[:_SHOWN]
+                    shown = " ".join(map(str, ids))[:_SHOWN]
+                    yield {"place": f"{piece.path}, document {number:,}", "parts": [_part("ids", shown, True)]}
+            else:
+                for record in read_records(entry.format, piece, source, columns_of(kind, KINDS[kind], source)):
+                    try:
+                        parts = _parts(record.values, kind, source, encoders)
+                    except ValueError as error:
+                        raise ValueError(f"{record.place()}: {error}") from None
+                    yield {"place": record.place(), "parts": parts}
+
+
+def _parts(values: dict[str, Any], kind: str, source: Source, encoders: Encoders | None) -> list[dict[str, Any]]:
+    if kind == "tokens":
+        ids, seen = given_tokens(values, source)
+        flags = [True] * len(ids) if seen is None else seen.tolist()
+        return [_part("ids", str(token), flag) for token, flag in zip(ids[:100].tolist(), flags, strict=False)]
+    if kind == "preference":
+        chosen, rejected = read_preference(values, source)
+        return [*_said(chosen, "chosen"), *(part for part in _said(rejected, "rejected") if part["supervised"])]
+    if encoders is None:
+        return _said(read_example(values, kind, source, template=True), None)
+    text, spans, _, _ = render_text(values, kind, source, encoders)
+    return _cut(text, [(0, len(text))] if spans is None else spans)
+
+
+def _said(example: Example, answer: str | None) -> list[dict[str, Any]]:
+    """Who says what. answer: what to call the learned part of a preference."""
+    if isinstance(example, str):
+        return [_part("text", example, True)]
+    if isinstance(example, Pair):
+        return [_part("prompt", example.prompt, False), _part(answer or "completion", example.completion, True)]
+    assert isinstance(example, Chat)
+    parts = []
+    for message, wanted in zip(example.messages, example.learned, strict=True):
+        content = message.get("content")
+        said = [content] if isinstance(content, str) and content else []
+        said += [json.dumps(message[name], ensure_ascii=False) for name in ("tool_calls",) if message.get(name)]
+        if isinstance(content, list):
+            said.append(json.dumps(content, ensure_ascii=False))
+        learned = wanted and message["role"] == "assistant"
+        who = answer if answer is not None and learned else message["role"]
+        parts.append(_part(who, " ".join(said), learned))
+    return parts
+
+
+def _part(who: str | None, text: str, supervised: bool) -> dict[str, Any]:
+    return {"who": who, "text": text, "supervised": supervised}
+
+
+def _cut(text: str, spans: Spans) -> list[dict[str, Any]]:
+    parts, at = [], 0
+    for begin, end in [*spans, (len(text), len(text))]:
+        parts += [_part(None, text[at:begin], False)] * (begin > at) + [_part(None, text[begin:end], True)] * (
+            end > begin
+        )
+        at = end
+    return parts
+
+
+def is_source(path: str) -> bool:
+    """Whether a path is of files to look at, and not of a packed folder, or nothing."""
+    found = Path(path).expanduser()
+    if found.is_dir():
+        return not (found / "manifest.json").exists()
+    return found.is_file() or path.startswith("hf:") or any(character in path for character in "*?[")
