@@ -192,7 +192,7 @@ BAD: dict[str, tuple[Make, list[str]]] = {
     ),
     "an unknown format": (
         lambda folder: [*lines(GOOD)(folder), "--format", "csv"],
-        ["format 'csv' is unknown; choose one of auto, jsonl, parquet"],
+        ["format 'csv' is unknown; choose one of auto, jsonl, json, parquet"],
     ),
     "an unknown kind": (lambda folder: [*lines(GOOD)(folder), "--kind", "poem"], ["kind 'poem' is unknown"]),
     "no workers": (lambda folder: [*lines(GOOD)(folder), "--workers", "0"], ["--workers 0 must be from 1 to 1024"]),

@@ -39,6 +39,39 @@ def said(packed: Any, tokenizer: Path) -> list[tuple[str, str]]:
     return found
 
 
+# An array of records, as many datasets come.
+
+
+def test_an_array_of_records(tmp_path: Path, tokenizer: Path):
+    (tmp_path / "alpaca.json").write_text(json.dumps([ALPACA, {**ALPACA, "output": "hum"}], indent=1))
+    packed = pack([Source(str(tmp_path / "*.json"))], tmp_path / "p", tokenizer=str(tokenizer), workers=1, quiet=True)
+    assert [learned for _, learned in said(packed, tokenizer)] == ["ho<|end|>", "hum<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1}\n{"a": 2}', "a.json:2: not valid JSON at column 1: Extra data; it has more behind its first value"),
+        ('{"data": []}', "is JSON of a dict, not an array of records"),
+        ("[]", "a.json has no record: its array is empty"),
+        ('[{"text": "x"}, 3]', "a.json, record 2 is a int, not an object"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_what_is_no_array_of_records(tmp_path: Path, tokenizer: Path, text: str, said: str):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        pack([Source(str(tmp_path / "a.json"))], tmp_path / "p", tokenizer=str(tokenizer), workers=1, quiet=True)
+
+
+def test_a_folder_takes_no_json_unless_asked(tmp_path: Path, tokenizer: Path):
+    (tmp_path / "d").mkdir()
+    write_jsonl(tmp_path / "d" / "a.jsonl", [ALPACA])
+    (tmp_path / "d" / "dataset_infos.json").write_text("{}")
+    packed = pack([Source(str(tmp_path / "d"))], tmp_path / "p", tokenizer=str(tokenizer), workers=1, quiet=True)
+    assert len(documents(packed)) == 1
+
+
 # One conversation in every format.
 
 SAME = {

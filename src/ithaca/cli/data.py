@@ -12,8 +12,9 @@ _PACK = """\
 Turns documents into token ids on disk, in parallel, before any training starts. Packing the same again does nothing;
 packing something else into the same folder is refused.
 
-FILES are files, folders or globs of .jsonl, .parquet, .txt (.md, .rst) or .npy, a saved Hugging Face dataset, or files of a dataset
-on the Hub: hf:OWNER/NAME, hf:OWNER/NAME@REVISION/data/*.parquet. A tokenizer may be on the Hub too: OWNER/NAME.
+FILES are files, folders or globs of .jsonl, .parquet, .txt (.md, .rst) or .npy, .json files that hold an array, a saved Hugging
+Face dataset, or files of a dataset on the Hub: hf:OWNER/NAME, hf:OWNER/NAME@REVISION/data/*.parquet. A tokenizer may be on the
+Hub too: OWNER/NAME.
 What a record is follows from its columns: text; messages (a chat); conversations (ShareGPT); instruction and output (Alpaca);
 prompt and completion; chosen and rejected; input_ids. Or give a run's YAML file, whose data section says all this.
 
@@ -92,7 +93,9 @@ def add_data(verbs: Any) -> None:
 
 def _source_options(parser: argparse.ArgumentParser) -> None:
     """What is said of files: the settings of a source in YAML, by the same names."""
-    parser.add_argument("--format", default="auto", help="jsonl, parquet, txt, tokens or datasets (default: by name)")
+    parser.add_argument(
+        "--format", default="auto", help="jsonl, json, parquet, txt, tokens or datasets (default: by name)"
+    )
     kinds = "text, chat, sharegpt, alpaca, completion, preference or tokens"
     parser.add_argument("--kind", help=f"{kinds} (default: by the columns)")
     parser.add_argument(
@@ -261,6 +264,8 @@ def _share(text: str) -> int | float:
 
 
 def _inspect_files(options: argparse.Namespace) -> int:
+    from ..base.hub import fetch
+    from ..data.fetch import fetch_source
     from ..data.look import look
 
     if options.context is not None or options.verify or options.validation is not None:
@@ -268,7 +273,9 @@ def _inspect_files(options: argparse.Namespace) -> int:
             f"--context, --validation and --verify are for packed folders, and {options.folder} is not packed; leave them out, or "
             "pack it first with 'ithaca data pack'"
         )
-    about = look(_source(options, options.folder), options.samples, options.tokenizer, options.chat_template)
+    source = fetch_source(_source(options, options.folder))
+    tokenizer = None if options.tokenizer is None else fetch(options.tokenizer, "tokenizer")
+    about = look(source, options.samples, tokenizer, options.chat_template)
     if options.json:
         print(json.dumps(about, indent=1, ensure_ascii=False))
         return 0

@@ -143,7 +143,9 @@ class Source:
         choices=("recall", "needles"),
     )
     format: str = option(
-        "auto", "auto = by file name.", choices=("auto", "jsonl", "parquet", "txt", "datasets", "tokens")
+        "auto",
+        "auto = by file name. json: an array of records, read whole.",
+        choices=("auto", "jsonl", "json", "parquet", "txt", "datasets", "tokens"),
     )
     kind: str | None = option(
         None,

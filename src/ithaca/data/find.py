@@ -14,7 +14,7 @@ import stat
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -47,8 +47,15 @@ class Files:
     left_out: LeftOut = field(default_factory=dict)
 
 
+def _as_meant(source: Source) -> Source:
+    """A file or pattern that ends in .json means arrays of records. In a folder such files are about others, unless asked for."""
+    json = source.format == "auto" and source.path.lower().endswith(".json")
+    return replace(source, format="json") if json else source
+
+
 def find_files(source: Source) -> Files:
     """The files of a source, sorted by name. Not for datasets."""
+    source = _as_meant(source)
     path, named = Path(source.path).expanduser(), find_dataset(source.path)
     left_out: LeftOut = defaultdict(list)
     if named is not None:
@@ -100,6 +107,7 @@ def of_split(names: Iterable[str], split: str | None) -> list[str]:
 
 def choose_files(source: Source, named: Name, files: Iterable[str]) -> tuple[list[str], LeftOut]:
     """Those of a repository's files that a source means, and those that are left out."""
+    source = _as_meant(source)
     pattern, magic = named.inner.split("/") if named.inner else [], glob.has_magic(named.inner)
     left_out: LeftOut = defaultdict(list)
     found = []

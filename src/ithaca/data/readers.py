@@ -10,6 +10,7 @@ import codecs
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .stamps import Stamp, open_steady, stamp
 _CHUNK = 1 << 18  # bytes of a text
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a part
 _LINE = 1 << 30  # bytes of the longest line
+_WHOLE = 2 << 30  # bytes of the largest array of JSON
 _ABOUT = ("dataset_dict.json", "dataset_info.json", "state.json")  # beside the splits of a saved dataset
 
 
@@ -52,9 +54,11 @@ def split_parts(source: int, files: Files) -> list[Part]:
 
 
 def read_records(form: str, piece: Piece, source: Source, columns: list[str] | None) -> Iterator[Record]:
-    """The records of a piece of jsonl, parquet or datasets. columns: which ones, as the data calls them; None = all."""
+    """The records of a piece of jsonl, json, parquet or datasets. columns: which ones, as the data calls them; None = all."""
     if form == "jsonl":
         return _jsonl(piece)
+    if form == "json":
+        return _json(piece)
     if form == "parquet":
         return read_parquet(piece, columns)
     assert form == "datasets"
@@ -67,9 +71,10 @@ def first_columns(form: str, piece: Piece, source: Source) -> tuple[list[str], s
         return parquet_columns(piece), piece.path
     if form == "datasets":
         return list(open_dataset(source).column_names), source.path
-    for record in _jsonl(piece):
+    for record in _jsonl(piece) if form == "jsonl" else _json(piece):
         return list(record.values), record.place()
-    raise ValueError(f"{piece.path} has no record: every line of it is blank; remove it, or check how it was written")
+    why = "every line of it is blank" if form == "jsonl" else "its array is empty"
+    raise ValueError(f"{piece.path} has no record: {why}; remove it, or check how it was written")
 
 
 # jsonl
@@ -123,6 +128,42 @@ def _parse(line: bytes, path: str, start: int, place: Callable[[], str]) -> dict
             f'{place()}: the line is a {type(record).__name__}, not an object; write {{"text": "..."}} on every line'
         )
     return record
+
+
+# json
+
+
+def _json(piece: Piece) -> Iterator[Record]:
+    """The objects of an array, which is read whole."""
+    if piece.stamp is not None and piece.stamp.bytes > _WHOLE:
+        raise ValueError(
+            f"{piece.path} is {piece.stamp.bytes:,} bytes of JSON that would be read whole (limit {_WHOLE:,}); make it one object "
+            "a line: jq -c '.[]' FILE.json > FILE.jsonl"
+        )
+    with open_steady(piece.path, piece.stamp) as file:
+        body = file.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        records = json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{piece.path}: not valid UTF-8 at byte {error.start:,}; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        lines = "; it has more behind its first value: if that is one object a line, give format: jsonl"
+        raise ValueError(
+            f"{piece.path}:{error.lineno}: not valid JSON at column {error.colno}: {error.msg}"
+            f"{lines if error.msg == 'Extra data' else ''}"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{piece.path}: the JSON is nested too deeply to be read") from None
+    if not isinstance(records, list):
+        raise ValueError(
+            f"{piece.path} is JSON of a {type(records).__name__}, not an array of records: write [{{...}}, {{...}}], or one object "
+            "a line into a .jsonl file"
+        )
+    for number, record in enumerate(records, 1):
+        place = partial("{}, record {:,}".format, piece.path, number)
+        if not isinstance(record, dict):
+            raise ValueError(f"{place()} is a {type(record).__name__}, not an object")
+        yield Record(record, place, len(body) // len(records))
 
 
 def _line_number(piece: Piece, start: int) -> int:

@@ -30,7 +30,7 @@ from typing import Any
 
 from .stamps import Stamp
 
-FORMATS = ("auto", "jsonl", "parquet", "txt", "tokens", "datasets")
+FORMATS = ("auto", "jsonl", "json", "parquet", "txt", "tokens", "datasets")
 KINDS = {
     "text": ("text",),
     "chat": ("messages",),
@@ -91,7 +91,7 @@ class Piece:
     """A file of a source, or a range of it."""
 
     path: str
-    start: int  # jsonl: bytes. parquet: row groups. datasets: rows. txt, tokens: 0
+    start: int  # jsonl: bytes. parquet: row groups. datasets: rows. json, txt, tokens: 0
     stop: int
     size: int  # bytes, for the progress bar
     stamp: Stamp | None = None  # of the file when it was found; None: a dataset

@@ -51,11 +51,11 @@ def pack_held_out(config: Config, say: Callable[[str], None]) -> None:
         check_files(Packed(folder), RunFolder(config.run.folder).checked, say)
 
 
-def open_held_out(config: Config, vocabulary: int) -> Stream | None:
+def open_held_out(config: Config, vocabulary: int, *, keep: bool = True) -> Stream | None:
     held_out = held_out_config(config)
     if held_out is None:
-        return open_stream(config, vocabulary, held_out=True) if config.data.holds_out else None
-    return open_stream(held_out, vocabulary)
+        return open_stream(config, vocabulary, held_out=True, keep=keep) if config.data.holds_out else None
+    return open_stream(held_out, vocabulary, keep=keep)
 
 
 def has_tokenizer(config: Config) -> bool:

@@ -200,7 +200,7 @@ def _evaluation(preflight: Preflight, config: Config, vocabulary: int, about: st
         _data(preflight, held_out, vocabulary, about, keep, lambda line: say(f"held out: {line}"))
     elif config.data.holds_out and packed_folder(config).is_dir():
         with preflight.noting(DATA, about):
-            open_held_out(config, vocabulary)
+            open_held_out(config, vocabulary, keep=keep)
     with preflight.noting(CONFIG, about):
         make_suite(config, open_language(config, vocabulary), None, 1)
 
