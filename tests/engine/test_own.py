@@ -55,6 +55,26 @@ class Counted(NormKernel):
         return super().__call__(x, weight, epsilon)
 
 
+@pytest.mark.parametrize(("kind", "looks"), [("glm4", True), ("phi3", False)])
+@pytest.mark.parametrize(("recompute", "again"), [("keep_attention", 0), ("layer", 1)])
+def test_an_mlp_is_computed_once_forward_and_once_backward(kind: str, looks: bool, recompute: str, again: int):
+    """GLM-4 normalises what comes out of it, which is therefore kept; Phi-3 adds it, and backward has no use for it."""
+    model, tokens = built(kind), 40
+    untouched = copy.deepcopy(model)
+    run = prepare(model, Stack(engine="module", recompute=recompute, tile=16, shard_parameters=False))
+    assert isinstance(run.decoder, OwnDecoder) and run.decoder.blank == (None if looks else 0.0)
+    part = model.model.layers[1].mlp
+    decoder, own = part._part_of_ithaca
+    seen = []
+    part._part_of_ithaca = decoder, lambda x: (seen.append(x.shape[1]), own(x))[1]
+    ids = torch.randint(0, TEXT, (1, tokens))
+    run.loss(run.shard(ids)).backward()
+    assert sum(seen) == (2 + again) * tokens
+    untouched(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), untouched.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm(), name
+
+
 @pytest.mark.parametrize(("kind", "fused"), [("glm4", True), ("gemma2", False)])
 def test_norms_by_one_kernel_where_they_are_its_formula(kind: str, fused: bool):
     """Gemma adds one to its weights."""
