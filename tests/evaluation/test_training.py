@@ -12,13 +12,13 @@ import torch
 
 from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
-from ithaca.cli.train import pack_before
 from ithaca.config import load
 from ithaca.data.pack import pack
 from ithaca.data.source import Source
 from ithaca.data.split import Split
 from ithaca.engine.build import model_config
 from ithaca.observe.metrics import read_metrics
+from ithaca.training.entry import _pack
 from ithaca.training.preflight import check_run
 from ithaca.training.trainer import train
 
@@ -101,7 +101,7 @@ def test_what_is_held_out_of_the_training_data_is_what_is_measured(tmp_path: Pat
     vocabulary = model_config(config.config.model, 64).vocab_size
     packing: Any = {"vocabulary": vocabulary, "workers": 1, "quiet": True}  # here: it would start processes
     packed = pack([Source(str(path))], tmp_path / "run/data", **packing)
-    pack_before(config.config, quiet=True)
+    _pack(config.config, quiet=True)
     assert train(config.config, quiet=True, text=config.text) == 0
     record = json.loads((tmp_path / "run/eval/step-1.json").read_text())["held_out"]
     assert not check_run(config.config, config.text).problems

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..base.holding import CALLER, holds, module_holds
 from ..stack import require
@@ -29,10 +28,10 @@ from .attention.interface import Asked, Unsupported, attending, configs_of, in_r
 from .attention.stages import Shape, StagedAttention
 from .batch import Batch
 from .layer.module import ModuleCall, run_module_layer, run_tiled
-from .model.adapter import base_model, lora_violations
-from .model.angles import Angles, rotary_modules
+from .model.adapter import base_model, check_state, lora_violations
+from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from .model.families import config_violations
-from .model.guard import own_code_violations
+from .model.guard import home_class, own_code_violations
 from .model.norm import NormKernel, epsilon_of
 from .model.tokenwise import HOOKS
 from .request import Ranks
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 module_holds(__name__, CALLER)
+_DOCS = "docs/techniques/own_code.md says what is asked of a model, docs/families.md which ones run"
 
 
 @dataclass
@@ -86,6 +86,12 @@ class OwnDecoder:
     def hidden(self, run: Run, batch: Batch, running: Running | None = None) -> Tensor:
         """What the head sees, of this rank's tokens. running: what is done with each layer; default: it is trained."""
         rows, tokens = batch.input_ids.shape
+        if not self.wide_angles and batch.longest > FLOAT32_POSITIONS:
+            raise Unsupported(
+                f"a document of {batch.longest:,} tokens is too long for {type(self.model).__name__}: its rotary module could not "
+                f"be computed in float64, and in float32 angles of tokens beyond {FLOAT32_POSITIONS:,} are blurred by more than "
+                "bf16 rounds them; use shorter documents, or a rotary module as transformers writes it (docs/techniques/rope.md)"
+            )
         # transformers would take jumps of positions for packed documents, where no mask is given
         nothing_hidden = torch.ones(rows, tokens, dtype=torch.bool, device=batch.input_ids.device)
         running = running or Running(run, batch)
@@ -225,27 +231,35 @@ _schedule = lru_cache(maxsize=64)(head_schedule)
 def read_own(model: nn.Module) -> OwnDecoder:
     """The parts of any decoder of transformers'; what has none is refused."""
     from transformers import PreTrainedModel
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
+    layer_class = _layer_class()
     inner: Any = base_model(model)
     kind = type(inner).__name__
-    if hasattr(inner, "_forward_before_ithaca"):
-        raise ValueError("this model was prepared before; use the run that prepare returned, or build the model again")
+    check_state(model, inner)
     if not isinstance(inner, PreTrainedModel):
         told = getattr(getattr(inner, "config", None), "model_type", None)
         raise ValueError(
             f"{kind} (model_type {told!r}) is not a model of transformers; pass one that AutoModelForCausalLM builds"
         )
-    if isinstance(inner, FSDPModule):
-        raise ValueError(f"{kind} is sharded already; pass the model before fully_shard, prepare does it")
+    if home_class(inner) is None:
+        raise ValueError(
+            f"{kind} is code of its own ({type(inner).__module__}), not a class of transformers, so nobody knows by which doors it "
+            f"attends; take the class that transformers has for this model, if need be a newer transformers. {_DOCS}"
+        )
+    if getattr(inner.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{kind} has an encoder, and only decoders can be trained here: pass a model that predicts the next token of one text "
+            f"(AutoModelForCausalLM). {_DOCS}"
+        )
     config = inner.config.get_text_config()
     problems = config_violations(config) + own_code_violations(model, inner) + lora_violations(model, inner)
+    if config is not inner.config and getattr(inner.config, "quantization_config", None):
+        problems += config_violations(inner.config)
     base, head, embedding = _below(inner), inner.get_output_embeddings(), inner.get_input_embeddings()
-    if getattr(inner.config, "is_encoder_decoder", False):
-        problems.append("it has an encoder, and only decoders can be trained here")
     if head is None or embedding is None or base is None:
         problems.append(
-            "it names no head (get_output_embeddings), no embedding or no part below the head (get_decoder)"
+            "it names no head (get_output_embeddings), no embedding or no part below the head (get_decoder); pass a model that "
+            "predicts the next token (AutoModelForCausalLM)"
         )
     if inner.is_gradient_checkpointing:
         problems.append(
@@ -255,12 +269,12 @@ def read_own(model: nn.Module) -> OwnDecoder:
     layers: list[nn.Module] = []
     inside: set[int] = set()
     for module in (base or inner).modules():
-        if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside:
+        if isinstance(module, layer_class) and id(module) not in inside:
             layers.append(module)
             inside |= {id(part) for part in module.modules()}
     if not layers:
         problems.append(
-            "transformers marks no layers in it (GradientCheckpointingLayer), so nothing could be recomputed"
+            "transformers marks no layers in it (GradientCheckpointingLayer), so nothing could be recomputed; choose another model"
         )
     if getattr(config, "output_router_logits", False):
         problems.append(
@@ -268,7 +282,6 @@ def read_own(model: nn.Module) -> OwnDecoder:
         )
     require(problems, f"{kind} cannot be prepared")
     assert base is not None and head is not None and embedding is not None
-    register()
     names = {id(module): name for name, module in inner.named_modules()}
     weight = getattr(getattr(head, "base_layer", head), "weight", None)
     return OwnDecoder(
@@ -282,6 +295,22 @@ def read_own(model: nn.Module) -> OwnDecoder:
         tied=weight is not None and weight is getattr(embedding, "weight", None),
         configs=configs_of(base),
     )
+
+
+def _layer_class() -> type[nn.Module]:
+    """The class by which transformers marks layers; its attention is ours from here on. ValueError where it has neither."""
+    import transformers
+
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        register()
+    except ImportError as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no interface by which attention of a model's own code can be replaced "
+            f"({error}); pip install -U 'transformers>=5.17'. {_DOCS}"
+        ) from None
+    return GradientCheckpointingLayer
 
 
 def _below(inner: Any) -> Any:

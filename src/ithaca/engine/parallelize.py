@@ -20,7 +20,7 @@ from .offload.choice import open_store
 from .offload.store import GpuStore, StoreKind
 from .own import OwnDecoder, read_own
 from .proof import require_proof
-from .ranks import on_all_ranks
+from .ranks import on_all_ranks, world_group
 from .run import Run
 
 
@@ -47,9 +47,8 @@ def prepare(
     seed: of PEFT adapters on the meta device, which start at random; the same on any number of ranks.
     """
     stack = stack or Stack()
-    decoder = read_decoder(model, stack)
-    require(stack.layer_violations(len(decoder.layers)), "this stack does not suit the model")
-    _check_weights(model, weights)
+    # together: a model that is refused on one rank only must not leave the others waiting
+    decoder = on_all_ranks(world_group(), lambda: _read(model, stack, weights))
     if isinstance(decoder, OwnDecoder):
         require_proof(decoder)
     device = _device(model, device)
@@ -64,6 +63,13 @@ def prepare(
         model, decoder, stack, mesh, store=store, on_device=on_device, kernels=Kernels(stack.attention), loss_kernel=LossKernel(),
         dtype=compute, weights=weights, seed=seed,
     )  # fmt: skip
+
+
+def _read(model: nn.Module, stack: Stack, weights: str | Path | Callable[[Run], None] | None) -> Decoder | OwnDecoder:
+    decoder = read_decoder(model, stack)
+    require(stack.layer_violations(len(decoder.layers)), "this stack does not suit the model")
+    _check_weights(model, weights)
+    return decoder
 
 
 def read_decoder(model: nn.Module, stack: Stack) -> Decoder | OwnDecoder:

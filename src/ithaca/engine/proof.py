@@ -39,7 +39,7 @@ from .attention.choice import Kernels
 from .attention.interface import Unsupported, configs_of
 from .batch import Batch
 from .mesh import Group, Mesh
-from .model.angles import Angles, rotary_modules
+from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from .model.guard import owner_changes
 from .model.norm import plain_norms
 from .model.shrink import TEXT, shrink_config
@@ -47,7 +47,7 @@ from .model.weights import randomize
 from .objective.cross_entropy import IGNORE, LossKernel
 from .offload.store import GpuStore
 from .own import OwnDecoder, read_own
-from .ranks import on_rank0, world_group
+from .ranks import gather, on_rank0, world_group
 from .run import Run
 
 log = logging.getLogger("ithaca")
@@ -86,20 +86,38 @@ class Proof:
 
 def require_proof(decoder: OwnDecoder) -> Proof:
     """Collective: rank 0 decides for all. ValueError where the model is not exact."""
-    model, kind = decoder.model, type(decoder.model).__name__
+    model, kind, world = decoder.model, type(decoder.model).__name__, world_group()
     changes = owner_changes(model)
+    for rank, others in enumerate(gather(world, changes)):
+        if set(others) != set(changes):  # rank 0 proves what it has, for all
+            raise ValueError(
+                f"{kind} is another model on rank {world.rank} ({'; '.join(changes[:2]) or 'as its class makes it'}) than on rank "
+                f"{rank} ({'; '.join(others[:2]) or 'as its class makes it'}); change it on every rank, or on none"
+            )
     if changes:
-        proof = on_rank0(world_group(), lambda: prove_changed(model, changes))
+        proof = on_rank0(world, lambda: prove_changed(model, changes))
     else:
-        proof = on_rank0(world_group(), lambda: kept_proof(type(model), model.config, parts_of(model)))
+        proof = on_rank0(world, lambda: kept_proof(type(model), model.config, parts_of(model)))
     if not proof.exact:
+        if changes:
+            raise ValueError(
+                f"{kind} is not as its class makes it, and was not exact when its own code was tried with our attention, so it is "
+                f"refused: {proof}. docs/techniques/own_code.md says what is asked of a change"
+            )
         raise ValueError(
             f"{kind} has no arithmetic of its own here, and its own code with our attention was not exact when tried on a small "
-            f"copy, so it is refused: {proof}. docs/families.md says which models run, and why others do not"
+            f"copy, so it is refused: {proof}. Choose another model: docs/families.md says which run, and why others do not"
         )
     decoder.tiles, decoder.wide_angles, decoder.norms = proof.tiles, proof.angles, tuple(proof.norms)
     decoder.blank = 0.0 if proof.unseen else None
     log.info("%s by its own code: %s", kind, proof)
+    if not proof.angles:
+        log.warning(
+            "%s has a rotary module that could not be computed in float64: documents over %s tokens will be refused "
+            "(docs/techniques/rope.md)",
+            kind,
+            f"{FLOAT32_POSITIONS:,}",
+        )
     return proof
 
 
@@ -108,11 +126,25 @@ def prove_changed(model: nn.Module, changes: list[str]) -> Proof:
     said = "; ".join(changes[:3])
     size = sum(p.numel() for p in model.parameters())
     if size > MOST or any(p.is_meta for p in model.parameters()):
-        why = f"it was changed ({said}), and a copy to prove that on would be too large or has no numbers yet; undo the change"
+        why = (
+            f"with what its owner changed ({said}) a copy to prove it on would be too large (over {MOST // 10**6}M parameters) or "
+            "has no numbers yet; undo the change"
+        )
         return Proof(False, float("inf"), "", why)
     begin = time.perf_counter()
+    before = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
     with _same_chance():
         proof = _instance(model)
+    if any(parameter.grad is not None for parameter, _ in before):
+        why = (
+            "a function of its owner computes with this very object, not with the module it is called for, so that a copy cannot "
+            "be tried; make it a method (types.MethodType) or a class of its own"
+        )
+        proof = Proof(False, float("inf"), "", why)
+    for parameter, grad in before:
+        parameter.grad = grad
     if not proof.exact:
         proof = replace(proof, why=f"with what its owner changed ({said}) {proof}")
     return replace(proof, seconds=round(time.perf_counter() - begin, 2))
@@ -120,15 +152,19 @@ def prove_changed(model: nn.Module, changes: list[str]) -> Proof:
 
 def _instance(model: nn.Module) -> Proof:
     try:
-        copied = _try("it cannot be copied to be tried", lambda: copy.deepcopy(model).cpu().float().train())
-        for config in configs_of(copied):
-            config._attn_implementation_internal = "eager"
         ids = torch.randint(
             0, _text(model.config).vocab_size, (2, RANKS * TOKENS), generator=torch.Generator().manual_seed(0)
         )
-        return _worst(copied, ids, tiles=True)
+        return _judged(lambda: _copied(model), ids, tiles=True)
     except Refused as error:
         return Proof(False, float("inf"), "", str(error))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    copied = _try("it cannot be copied to be tried", lambda: copy.deepcopy(model).cpu().float().train())
+    for config in configs_of(copied):
+        config._attn_implementation_internal = "eager"
+    return copied
 
 
 def parts_of(model: nn.Module) -> set[str]:
@@ -217,16 +253,21 @@ def prove(kind: type, config: Any, parts: set[str] | None = None, ranks: tuple[i
 
 
 def _compare(kind: type, config: Any, tiles: bool, ranks: tuple[int, ...]) -> Proof:
-    """With experts several times: two that are equally good within rounding may change places, which proves nothing. And in float64
-    where float32 is near the limit: there torch's own kernels are as far from the formula, by rounding."""
+    """With experts several times: two that are equally good within rounding may change places, which proves nothing."""
     for seed in range(ATTEMPTS if _has_experts(config) else 1):
-        proof = _worst(_build(kind, config, seed), _ids(seed), tiles, ranks)
-        if LIMIT < proof.error < NEAR:
-            with suppress(Refused):  # kernels of experts may have no float64
-                proof = _worst(_build(kind, config, seed).double(), _ids(seed), tiles, ranks)
+        proof = _judged(partial(_build, kind, config, seed), _ids(seed), tiles, ranks)
         if proof.exact:
             break
     return proof  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def _judged(build: Callable[[], nn.Module], ids: Tensor, tiles: bool, ranks: tuple[int, ...] = (RANKS,)) -> Proof:
+    """In float64 where float32 is near the limit: there torch's own kernels are as far from the formula, by rounding."""
+    proof = _worst(build(), ids, tiles, ranks)
+    if LIMIT < proof.error < NEAR:
+        with suppress(Refused):  # kernels of experts may have no float64
+            proof = _worst(build().double(), ids, tiles, ranks)
+    return proof
 
 
 class Refused(Exception):

@@ -15,10 +15,11 @@ from torch import nn
 
 from ..base.hub import local
 from ..engine.model.config import read_config
-from ..engine.model.families import FAMILIES
+from ..engine.model.families import FAMILIES, config_violations
 from ..engine.model.presets import NO_SPECIAL, PRESETS, TINY, find_preset, preset_config
 from ..engine.model.shrink import shrink_config
 from ..engine.model.weights import randomize
+from ..stack import require
 
 
 def config_of(what: str, full: bool, **changes: Any) -> Any:
@@ -30,10 +31,8 @@ def config_of(what: str, full: bool, **changes: Any) -> Any:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; pass a preset ({', '.join(PRESETS)}) or a model folder")
     config = read_config(folder)
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"{folder} holds a {config.model_type!r} model, which is no decoder that transformers knows")
+    if getattr(config, "quantization_config", None):  # which a shrunk one would not have
+        require(config_violations(config), f"{folder} cannot be verified")
     if full:
         return config
     return shrink(config) if config.model_type in FAMILIES else shrink_config(config)

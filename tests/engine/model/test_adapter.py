@@ -248,7 +248,7 @@ def test_adapters_without_an_exact_path_are_refused(options: dict[str, Any], wor
     text = refusal(adapted(**options))
     assert "model.layers.0.self_attn.q_proj" in text and all(word in text for word in words)
     lines = text.splitlines()[1:]
-    assert len(lines) == len(set(lines)) == 4, "each of the four adapters is named once"
+    assert len(lines) == len(set(lines)) == 2, "each kind of adapter is named once, not for every layer"
 
 
 def test_merged_adapters_are_refused():

@@ -18,10 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from ...base.holding import CALLER, holds
 from ...stack import require
 from .families import FAMILIES, Family, config_violations
-from .guard import model_violations
+from .guard import first_of_each, model_violations, own_code_violations
 from .norm import NormKernel, apply_norm
 from .projection import Projector, adapter_violation, linear_violation
 from .rope import Rope, check_against, rope_for
+
+_WAY_OUT = (
+    "Stack(engine='module') runs the model's own code, with what was changed in it, if that proves exact on a copy of the model, "
+    "of up to 50M parameters (docs/techniques/own_code.md)"
+)
 
 
 @dataclass
@@ -134,17 +139,26 @@ def base_model(model: Any) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def check_state(model: nn.Module, inner: Any) -> None:
+    """Refuse what something was done to already, whatever class it is."""
+    kind = type(inner).__name__
+    if "_orig_mod" in model._modules:  # a wrapper that answers for what is inside
+        kind = type(model._modules["_orig_mod"]).__name__
+        raise ValueError(
+            f"{kind} was compiled; prepare the model without torch.compile, which returned a wrapper of it"
+        )
+    if hasattr(inner, "_forward_before_ithaca"):
+        raise ValueError("this model was prepared before; use the run that prepare returned, or build the model again")
+    if isinstance(inner, FSDPModule):
+        raise ValueError(f"{kind} is sharded already; pass the model before fully_shard, prepare does it")
+
+
 def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decoder:
     inner: Any = base_model(model)
     config: Any = getattr(inner, "config", None)
     kind = getattr(config, "model_type", None)
     family = FAMILIES.get(kind or "")
-    if hasattr(inner, "_forward_before_ithaca"):
-        raise ValueError("this model was prepared before; use the run that prepare returned, or build the model again")
-    if isinstance(inner, FSDPModule):
-        raise ValueError(
-            f"{type(inner).__name__} is sharded already; pass the model before fully_shard, prepare does it"
-        )
+    check_state(model, inner)
     known_class = family is not None and type(inner).__name__ == family.model_class
     if family is None or not known_class or not type(inner).__module__.startswith("transformers.models."):
         known = ", ".join(sorted(f.model_class for f in FAMILIES.values()))
@@ -154,8 +168,8 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
             f"Supported: {known}, plain or with PEFT LoRA adapters; any other decoder runs by its own code (engine='module')."
         )
     base = inner.model
-    problems = _structure_violations(base, family) or model_violations(model, inner, family)
-    problems += config_violations(config) + _adapter_violations(model, inner)
+    changed = _structure_violations(base, family) or model_violations(model, inner, family)
+    problems = first_of_each(changed + config_violations(config) + _adapter_violations(model, inner))
     if getattr(config, "attn_logit_softcapping", None):
         problems.append(
             f"config.attn_logit_softcapping={config.attn_logit_softcapping} changes the attention scores inside the kernel, which "
@@ -166,7 +180,12 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
             "gradient checkpointing is on, and would run the recompute of the stack twice; call "
             "model.gradient_checkpointing_disable() and choose with Stack(recompute=...)"
         )
-    require(problems, f"{type(inner).__name__} cannot be prepared")
+    try:
+        require(problems, f"{type(inner).__name__} cannot be prepared")
+    except ValueError as error:
+        if not changed or own_code_violations(model, inner):
+            raise
+        raise ValueError(f"{error}{'. ' if len(problems) == 1 else chr(10)}{_WAY_OUT}") from None
     norm_kernel = norm_kernel or NormKernel()
     layers = [_layer(i, module, base, config, family, norm_kernel) for i, module in enumerate(base.layers)]
     _check_rope(base, config, layers)

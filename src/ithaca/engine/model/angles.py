@@ -18,6 +18,8 @@ from ...base.holding import CALLER, module_holds
 from .rope import exact_frequencies
 
 module_holds(__name__, CALLER)
+# In float32 an angle below this is off by at most 2⁻⁹, which is how far bf16 rounds cos and sin; beyond it the blur is the larger
+FLOAT32_POSITIONS = 2**16
 TILE = 2**14  # positions at a time: float64 takes four times the room of what is left in the end
 
 
@@ -62,7 +64,7 @@ class Angles:
                 values = self._shown(x, part, longest, *args, **kwargs)
             parts.append(
                 [
-                    v.to(t.dtype) if v.dtype is torch.float64 else v
+                    v.to(t.dtype) if v.dtype in (torch.float64, torch.complex128) else v
                     for v, t in zip(tree_flatten(values)[0], like, strict=True)
                 ]
             )
@@ -87,9 +89,13 @@ class Angles:
 
     def sound(self, hidden: int) -> bool:
         """Whether in float64 it says the same, up to the rounding of float32. Of a module on the CPU."""
-        x, positions = torch.zeros(1, 64, hidden), torch.arange(64)[None]
-        kinds = isinstance(getattr(self.module, "rope_type", None), dict)
-        for more in [(kind,) for kind in dict.fromkeys(self.config.layer_types)] if kinds else [()]:
+        positions = torch.arange(64)[None]
+        # some have a position for time, height and width, which of text are alike
+        return any(self._sound(torch.zeros(1, 64, hidden), p) for p in (positions, positions.expand(3, 1, -1)))
+
+    def _sound(self, x: Tensor, positions: Tensor) -> bool:
+        kinds = getattr(self.module, "rope_type", None)
+        for more in [(kind,) for kind in kinds] if isinstance(kinds, dict) else [()]:
             try:
                 own, wide = (tree_flatten(self(x, positions, 64, w, *more))[0] for w in (False, True))
             except Exception:  # a module of its own kind, with arguments of its own

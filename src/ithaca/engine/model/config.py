@@ -68,7 +68,7 @@ def read_config(folder: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 
     require_floors("transformers")
     path = Path(folder) / "config.json"
-    read_settings(path)
+    _check_kind(path, read_settings(path), trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, OSError):
@@ -76,6 +76,40 @@ def read_config(folder: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     except Exception as error:  # transformers raises whatever its parts raise
         raise ValueError(f"{path} is refused by transformers: {_first_line(error)}") from None
     return harmless(config)
+
+
+def _check_kind(path: Path, settings: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """ValueError where transformers has no decoder for it, in fewer words than its own."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, code = settings.get("model_type"), settings.get("auto_map")
+    if kind in CONFIG_MAPPING and kind not in CONFIG_MAPPING_NAMES:
+        return  # its owner has registered it
+    if kind not in CONFIG_MAPPING_NAMES and code and not trust_remote_code:
+        raise ValueError(
+            f"{path}: model_type {_shown(kind)} comes with Python code of its own (auto_map), which is not run here, as only "
+            "classes of transformers can be proven exact; take a checkpoint that transformers has a class for, if need be a newer "
+            "transformers (docs/families.md)"
+        )
+    if code and trust_remote_code:
+        return  # what that code makes is looked at when it is there
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise ValueError(
+            f"{path}: transformers {transformers.__version__} knows no model_type {_shown(kind)}; if the model is newer than that, "
+            "pip install -U transformers, else take the model's own config.json (docs/families.md)"
+        )
+    if settings.get("is_encoder_decoder"):
+        raise ValueError(
+            f"{path}: a {kind} model with an encoder (is_encoder_decoder), and only decoders can be trained here; take a model "
+            "that predicts the next token of one text (docs/families.md)"
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"{path}: a {kind} model is no decoder that transformers can build (AutoModelForCausalLM); take one that predicts the "
+            "next token of a text (docs/families.md)"
+        )
 
 
 def read_settings(path: Path) -> dict[str, Any]:

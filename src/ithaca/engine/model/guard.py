@@ -16,6 +16,7 @@ import copy
 import functools
 import itertools
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -151,7 +152,12 @@ def model_violations(model: nn.Module, inner: Any, family: Family) -> list[str]:
     twin = _twin(inner)
     if isinstance(twin, str):
         return [twin]
-    problems = [*function_violations(inner), *_setting_violations(inner, twin), *_sharing_violations(inner)]
+    problems = [
+        *function_violations(inner),
+        *_setting_violations(inner, twin),
+        *_sharing_violations(inner),
+        *_compiled_violations(inner),
+    ]
     if model is not inner:
         for name, wrapper in (("the PEFT model", model), ("its base_model", getattr(model, "base_model", model))):
             problems += _part_violations(name, wrapper)
@@ -162,18 +168,32 @@ def model_violations(model: nn.Module, inner: Any, family: Family) -> list[str]:
         problems += _parameter_violations(name, parameter)
     if not problems:  # what is wrong already may break a call
         problems += _tried(inner, built, family)
-    return _first_of_each(problems)
+    return first_of_each(problems)
 
 
 def owner_changes(inner: nn.Module) -> list[str]:
-    """What of a model is not as its class makes it: code that a fresh copy of it would not have."""
+    """What of a model is not as its class makes it: parts, code and settings that a fresh copy of it would not have."""
     changes = []
+    twin = _twin(inner)
+    built = {} if isinstance(twin, str) else dict(twin.named_modules())
     for name, module in inner.named_modules():
+        plain = built.get(name.replace(".base_layer", ""))
         kind, name = type(module), name or "the model"
         if kind.__module__.partition(".")[0] not in (*_PACKAGES, "ithaca"):
             changes.append(f"{name} is a {kind.__module__}.{kind.__name__}")
         elif problem := patched(kind):
             changes.append(f"{name}: {problem}")
+        elif plain is not None and not kind.__module__.startswith("peft."):
+            if kind is not type(plain):
+                changes.append(f"{name} is a {kind.__name__}, where its class makes a {type(plain).__name__}")
+            elif re.search(r"\.\d+\.", name):  # of the layers: what is around them counts lengths and names files
+                others = _differences(module, plain).items()
+                changes += [
+                    f"{name}.{key} is {is_now!r}, where its config makes it {was!r}" for key, (is_now, was) in others
+                ]
+        functions = ((key, value) for key, value in vars(module).items() if key != "forward")
+        own = [key for key, value in functions if isinstance(value, FunctionType | MethodType) and foreign(value)]
+        changes += [f"{name}.{key} is a function of somebody else" for key in own]
         if "forward" in vars(module):
             changes.append(f"{name} ({kind.__name__}) has a forward of its own")
         hooks = [hook for table in HOOKS for hook in getattr(module, table).values() if not is_known_hook(hook)]
@@ -183,17 +203,14 @@ def owner_changes(inner: nn.Module) -> list[str]:
 
 def own_code_violations(model: nn.Module, inner: nn.Module) -> list[str]:
     """What cannot be kept where a model runs by its own code: functions that are replaced, compiled modules, parameters of another
-    kind, and whatever hangs on PEFT's wrapper, which is not called."""
-    problems = list(function_violations(inner))
+    kind or in two places, and whatever hangs on PEFT's wrapper, which is not called."""
+    problems = [*function_violations(inner), *_compiled_violations(inner), *_new_sharing(inner)]
     if model is not inner:
         for name, wrapper in (("the PEFT model", model), ("its base_model", getattr(model, "base_model", model))):
             problems += _part_violations(name, wrapper)
-    for name, module in inner.named_modules():
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            problems.append(f"{name} ({type(module).__name__}) was compiled; prepare the model without torch.compile")
     for name, parameter in inner.named_parameters():
         problems += _parameter_violations(name, parameter)
-    return _first_of_each(problems)
+    return first_of_each(problems)
 
 
 def _twin(inner: Any) -> Any:
@@ -217,8 +234,6 @@ def _part_violations(name: str, module: nn.Module, built: nn.Module | None = Non
         yield f"{name} ({kind.__name__}) {by_accelerate}"
     elif "forward" in vars(module):
         yield f"{name} ({kind.__name__}) has a forward that is not transformers' own, which would not be called; {_REMEDY}"
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        yield f"{name} ({kind.__name__}) was compiled; prepare the model without torch.compile"
     for hooks in HOOKS:
         for hook in getattr(module, hooks).values():
             if not is_known_hook(hook):
@@ -238,6 +253,15 @@ def accelerated(module: nn.Module) -> str | None:
     )
 
 
+def _compiled_violations(inner: nn.Module) -> Iterator[str]:
+    """Compiled code has its calls of attention inside, where they cannot be replaced, and is made anew for each length."""
+    for name, module in inner.named_modules():
+        # torch.compile(module) is a wrapper, module.compile() a note in the module
+        if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+            kind = type(module._modules.get("_orig_mod", module)).__name__
+            yield f"{name or 'the model'} ({kind}) was compiled; prepare the model without torch.compile"
+
+
 def _parameter_violations(name: str, parameter: Tensor) -> Iterator[str]:
     kind = type(parameter.data)
     if (kind is not Tensor and _has_memory(parameter)) or not parameter.is_floating_point():
@@ -247,13 +271,17 @@ def _parameter_violations(name: str, parameter: Tensor) -> Iterator[str]:
         yield f"{name} has a hook of its own (register_hook), which would be lost or see a part of the gradient; remove it"
 
 
+def home_class(inner: nn.Module) -> type | None:
+    """The class of transformers' that a model is, or is made from; FSDP2's and its owner's come first."""
+    return next((kind for kind in type(inner).__mro__ if kind.__module__.startswith("transformers.models.")), None)
+
+
 def function_violations(inner: Any) -> Iterator[str]:
     """Functions that the model's own forward would call and ours does not: attention, masks, the loss."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    own = next(
-        kind for kind in type(inner).__mro__ if kind.__module__.startswith("transformers.models.")
-    )  # FSDP2's first
+    own = home_class(inner)
+    assert own is not None, "refused before"
     module = sys.modules[own.__module__]
     for name, value in vars(module).items():
         if isinstance(value, FunctionType) and (other := foreign(value)):
@@ -377,6 +405,27 @@ def _sharing_violations(inner: Any) -> Iterator[str]:
             return
 
 
+def _new_sharing(inner: nn.Module) -> Iterator[str]:
+    """Of a model by its own code: what is in two places, where its class makes two. FSDP2 would gather it for one of them."""
+    shared = _shared(inner)
+    if not shared:
+        return
+    twin = _twin(inner)
+    new = shared - (set() if isinstance(twin, str) else _shared(twin))
+    if new:  # its parts are shared with it, and need not be told
+        first, second, *_ = min(new, key=lambda names: len(names[0]))
+        yield f"{second} is the same as {first}, where its class makes two; give each its own (copy.deepcopy)"
+
+
+def _shared(inner: nn.Module) -> set[tuple[str, ...]]:
+    """Names of each module or parameter that has more than one."""
+    places: dict[int, list[str]] = {}
+    for named in (inner.named_modules(remove_duplicate=False), inner.named_parameters(remove_duplicate=False)):
+        for name, thing in named:
+            places.setdefault(id(thing), []).append(name.replace(".base_layer", ""))
+    return {tuple(names) for names in places.values() if len(names) > 1}
+
+
 def _has_memory(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor  # imported here: importing ithaca stays light
 
@@ -420,7 +469,7 @@ def _clean(module: nn.Module) -> bool:
     )
 
 
-def _first_of_each(problems: Iterable[str]) -> list[str]:
+def first_of_each(problems: Iterable[str]) -> list[str]:
     """The same trouble in every layer is said once."""
     seen: dict[str, str] = {}
     for text in problems:
