@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from ithaca.engine.model.norm import NormKernel
 from ithaca.engine.model.shrink import TEXT, smallest
 from ithaca.engine.model.weights import randomize
+from ithaca.engine.offload import host
 from ithaca.engine.own import OwnDecoder
 from ithaca.engine.parallelize import prepare
+from ithaca.engine.run import NoRoom
 from ithaca.stack import Stack
 from ithaca.verify.presets import add_lora
 
@@ -172,3 +176,34 @@ def test_what_is_refused(kind: str, changes: dict[str, Any], said: str):
 def test_engines_of_the_table_are_not_for_it():
     with pytest.raises(ValueError, match="engine='module'"):
         prepare(built("granite"), Stack(engine="streamed", shard_parameters=False), device="cpu")
+
+
+def test_what_is_in_a_store_is_not_held_beside_it():
+    """A layer's input waits in the store alone: on a GPU that is what the store is for."""
+    model = built("granite")
+    seen: list[weakref.ref[Any]] = []
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0].untyped_storage())))
+    run = prepare(model, Stack(recompute="layer", store="host", shard_parameters=False), device="cpu")
+    seen.clear()  # a hook is proven on a copy, which ran too
+    loss = run.loss(run.shard(IDS))
+    gc.collect()
+    assert len(seen) == 1 and seen[0]() is None
+    loss.backward()
+
+
+def test_a_host_without_room_is_told_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch):
+    model = built("granite")
+    layers, hidden = len(model.model.layers), model.config.hidden_size
+    mixed = ("layer",) + ("keep_attention",) * (layers - 1)
+    run = prepare(model, Stack(recompute=mixed, store="host", shard_parameters=False), device="cpu")
+    monkeypatch.setattr(host, "available_memory", lambda: 4 * IDS.numel() * hidden - 1)
+    with pytest.raises(NoRoom, match="of memory available, this step needs"):
+        run.loss(run.shard(IDS))
+    assert run.store.held_bytes == 0
+    monkeypatch.setattr(host, "available_memory", lambda: 4 * IDS.numel() * hidden)
+    with pytest.raises(NoRoom):  # the first layer fits, and what those above it keep does not
+        run.loss(run.shard(IDS))
+    monkeypatch.undo()
+    run.report()
+    run.loss(run.shard(IDS)).backward()
+    assert sum(run.reserved.values()) == run.report()["store"].bytes_out

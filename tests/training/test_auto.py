@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +139,13 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path: Path, eight)
     with pytest.raises(Failed, match="does not fit") as error:
         automatic_stack(config(tmp_path), hf_config("llama31_70b"), 8, CUDA)
     assert error.value.exit_code == 5 and "what would fit" in str(error.value)
+
+
+def test_a_model_without_arithmetic_is_planned_by_a_dry_run(tmp_path: Path, eight, monkeypatch: pytest.MonkeyPatch):
+    """What is asked reaches the process that counts (tests/planner/test_own.py runs one): kernels and machine as they are."""
+    eight("NVIDIA H100 80GB HBM3", 84.9e9)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(automatic, "planned_apart", lambda name, **given: asked.update(given, name=name))
+    assert planned(config(tmp_path, rows=2), hf_config("gpt_oss_20b"), 8, CUDA) is None
+    assert asked["config"].model_type == "gpt_oss" and asked["gpus"].gpu.probed == ("cudnn", "flash")
+    assert (asked["context"], asked["rows"], asked["gpus"].count, asked["stack"]) == (2**20, 2, 8, None)

@@ -99,8 +99,10 @@ def run_bench(options: argparse.Namespace) -> int:
     if not (on_cpu or options.share_gpu) and ranks > gpus:
         raise ValueError(f"--ranks {ranks}, but torch sees {gpus} GPUs; lower it, or rehearse with --share-gpu")
     hardware = _hardware(ranks, on_cpu, options.share_gpu)
+    from ..engine.model.sizes import read_sizes
     from ..planner.search import plan  # before anything starts: is the model known?
 
+    read_sizes(options.model)  # a report compares times with the plan's, so a model without arithmetic is refused
     plan(options.model, gpus=hardware, context=contexts[0], advise=False)
     folder = options.out or Path("runs") / f"bench-{date.today().isoformat()}"
     folder.mkdir(parents=True, exist_ok=True)

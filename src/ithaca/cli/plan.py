@@ -110,8 +110,8 @@ def find(options: argparse.Namespace) -> Any:
     from ..planner.search import max_context, plan
 
     if options.max_context:
-        return max_context(options.model, **request(options))
-    return plan(options.model, context=options.context, **request(options))
+        return max_context(options.model, say=say, **request(options))
+    return plan(options.model, context=options.context, say=say, **request(options))
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -124,9 +124,11 @@ def run_plan(options: argparse.Namespace) -> int:
     planned = find(options)
     other = None
     if changed:
-        other = plan(options.model, context=planned.context, **{**request(options), **changed})
+        other = plan(options.model, context=planned.context, say=say, **{**request(options), **changed})
     counted, tried = None, []
-    if options.dry_run and options.max_context and planned.fits:
+    if planned.executed and (options.layers is None or options.max_context):
+        counted = _shown(planned.memory) if options.dry_run else None  # which is what the plan was made by
+    elif options.dry_run and options.max_context and planned.fits:
         planned, tried = _confirm(planned, options)
         counted = next((_shown(attempt.memory) for attempt in tried if attempt.context == planned.context), None)
     elif options.dry_run:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +207,7 @@ class Running:
             run.store_of(layer.index),
             self.batch.fold,
             run.decoder.blank,  # pyright: ignore[reportAttributeAccessIssue]
+            partial(run.reserve_like, layer.index),
         )
 
     def _staged(self, shape: tuple[int, ...], kv_heads: int, asked: Asked) -> StagedAttention:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Run:
     dtype: torch.dtype
     loss_kernel: LossKernel = field(default_factory=LossKernel)
     busy: bool = False  # inside a forward or backward, or one has failed
-    reserved: int = 0  # largest input for which the store was found to have room
+    reserved: dict[int, int] = field(default_factory=dict)  # by first layer: what the store was found to have room for
     part: Tensor | None = None  # of the last loss, what this rank added to it
     own: OwnTime = field(default_factory=OwnTime)
     fingerprint: Fingerprint | None = None  # of the model as it was prepared
@@ -300,19 +301,36 @@ class Run:
 
     def _reserve(self, x: Tensor) -> None:
         """Before the first layer stores anything: is there room for all of them? Ranks answer together."""
-        if self.stack.offload == "gpu" or x.numel() <= self.reserved or not torch.is_grad_enabled():
+        if self.stack.offload == "gpu" or x.numel() <= self.reserved.get(0, 0) or not torch.is_grad_enabled():
             return
         context, rows = x.shape[1] * self.stack.context_ranks, x.shape[0] * self.mesh.data.size
         sizes = sizes_of(self.decoder.config.to_dict(), "this model")
         stored = bytes_stored(RankCost(Job(sizes, self.stack, context, self.mesh.world.size, rows)))
         need = stored[self.stack.offload] * x.element_size() // BF16  # which is what is counted in
+        self._ask_for_room(need)
+        self.reserved[0] = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
+
+    def reserve_like(self, layer: int, nbytes: int) -> None:
+        """The same where nobody has counted: this layer is about to store so much, and those above it that are asked for the same
+        will take as much each."""
+        asked = (self.stack.recompute_of(layer), self.stack.store_of(layer))
+        if layer and asked == (self.stack.recompute_of(layer - 1), self.stack.store_of(layer - 1)):
+            return  # the first of them has asked for all
+        above = range(layer, len(self.decoder.layers))
+        like = takewhile(lambda i: (self.stack.recompute_of(i), self.stack.store_of(i)) == asked, above)
+        need = nbytes * sum(1 for _ in like)
+        if asked[1] == "gpu" or need <= self.reserved.get(layer, 0):
+            return
+        self._ask_for_room(need + sum(below for first, below in self.reserved.items() if first < layer))
+        self.reserved[layer] = need
+
+    def _ask_for_room(self, need: int) -> None:
+        """need: bytes of this rank, and of every other."""
         ranks, said = self.mesh.world.size, os.environ.get("LOCAL_WORLD_SIZE", "")
-        on_this_host = (
-            int(said) if said.isdecimal() and int(said) else torch.cuda.device_count() if x.is_cuda else ranks
-        )
+        cuda = self.mesh.device.type == "cuda"
+        on_this_host = int(said) if said.isdecimal() and int(said) else torch.cuda.device_count() if cuda else ranks
         per_host = min(ranks, on_this_host)
         on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * per_host), _no_room)
-        self.reserved = x.numel()  # once per length: every rank sees the same shapes and asks at the same time
 
     def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:
         """This rank's part of the router's balance loss over all tokens of the batch and all layers (Switch, eq. 4-6)."""

@@ -24,11 +24,12 @@ class Plan:
     job: Job  # what was asked
     hardware: Hardware
     memory: Memory
-    speed: Speed
+    predicted: Speed | None  # None: a model without arithmetic here, whose memory was counted by a dry run
     fits: bool
     reasons: list[tuple[str, Any, str]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     around: bool = True  # count what surrounds tensors on a GPU; CPU tensors have nothing around them
+    executed: int = 0  # layers that a dry run has executed to count this; 0 = arithmetic
 
     @property
     def model(self) -> ModelSizes:
@@ -37,6 +38,21 @@ class Plan:
     @property
     def stack(self) -> Stack:
         return self.job.stack
+
+    @property
+    def speed(self) -> Speed:
+        """Of a model with arithmetic; others are refused by name."""
+        if self.predicted is None:
+            raise ValueError(
+                f"{self.model.name} has no arithmetic here, so no time is predicted for it, and this cannot be done without one; "
+                "`ithaca plan` says what it holds, and `ithaca profile` measures it"
+            )
+        return self.predicted
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, where they are predicted."""
+        return self.predicted and self.predicted.seconds
 
     @property
     def context(self) -> int:
@@ -114,11 +130,11 @@ class Plan:
         if hardware.gpu.probed is None:  # nobody has looked whether they are there
             kernels = {job.kernel_of(layer) for layer in range(job.model.layers)}
             assumptions += [KERNELS[name].condition for name in sorted(kernels) if KERNELS[name].condition]
-        if job.offload:
+        if job.offload and self.predicted:
             assumptions.append(
                 f"AdamW on the host at {format_bytes(HOST_RATE)} a second a machine, all its ranks together"
             )
-        if job.processors:
+        if job.processors and self.predicted:
             assumptions.append("deterministic kernels are as fast as others, which they are not")
         if any("layers." in target for target in job.targets) and job.lora:
             assumptions.append("adapters in every layer, though lora targets name some of them")
@@ -172,7 +188,8 @@ class Plan:
             "phases": self.phases, "peak": self.peak, "peak_phase": self.memory.peak_phase,
             "allocated": self.allocated, "host": self.memory.host, "disk": self.memory.disk,
             "snapshot": self.memory.snapshot,
-            "time": {
+            "counted_by": f"a dry run of its own code, {self.executed} layers executed" if self.executed else "arithmetic",
+            "time": self.predicted and {
                 "step": self.speed.seconds, "tokens_per_second": self.speed.tokens_per_second,
                 "parts": self.speed.parts, "bound_by": self.speed.bound_by,
             },

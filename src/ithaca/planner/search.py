@@ -10,20 +10,25 @@ attention output of every layer, it keeps that of as many as there is room for. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from ..base.units import format_bytes, format_tokens, parse_room, parse_tokens
 from ..config.schema import LINEARS
 from ..engine.job import OPTIMIZERS, Job
 from ..engine.limits import BF16
-from ..engine.model.sizes import ModelSizes, read_sizes
+from ..engine.model.families import FAMILIES
+from ..engine.model.presets import PRESETS
+from ..engine.model.sizes import ModelSizes, read_sizes, said_of
 from ..stack import Stack, require
 from .candidates import candidates
+from .config import hf_config
 from .hardware import Hardware, kernels_for, parse_gpus
 from .memory import predict
+from .own import counted, first_that_fits, longest, own_sizes
 from .plan import HOST_SHARE, Plan
 from .reasons import reasons_of
 from .speed import Speed, estimate
@@ -52,21 +57,28 @@ def plan(
     stack: Stack | None = None,
     advise: bool = True,
     only_fit: bool = False,
+    config: Any = None,
+    say: Callable[[str], object] = lambda line: None,
     **pinned: Any,
 ) -> Plan:
-    """The fastest stack that fits.
+    """The fastest stack that fits. Of a model without arithmetic here the first of a list that does, by a dry run (own.py).
 
     model: a preset's name, a folder with config.json, or its sizes. gpus: "8xH100-80GB". host, disk: memory and scratch space of
     one machine; not given, what is usual is assumed and said (`Plan.assumed`), and no disk is used unless the stack asks for one.
     rows: of an optimizer step, over all GPUs and `accumulation` micro-batches. optimizer, offload_optimizer, lora (the rank),
     lora_targets, asynchronous (checkpoints), deterministic: as in a run's config. kernel: attention kernel; None = the engine's
     choice. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit:
-    whether something fits, not the fastest. pinned: fields of Stack that must stay as given.
+    whether something fits, not the fastest. config: Hugging Face's, where `model` is but a name. say: told of each dry run. pinned:
+    fields of Stack that must stay as given.
     """
-    sizes = read_sizes(model) if isinstance(model, str) else model
+    given = stack or Stack(**_known(pinned))
+    if isinstance(model, str) and (config is not None or _is_own(model, given)):
+        config = config or hf_config(model)
+        sizes = own_sizes(config, model if model in PRESETS else Path(model).name)
+    else:
+        sizes = read_sizes(model) if isinstance(model, str) else model
     hardware = parse_gpus(gpus) if isinstance(gpus, str) else gpus
     tokens = parse_tokens(context) if isinstance(context, str) else context
-    given = stack or Stack(**_known(pinned))
     problems = [*given.layer_violations(sizes.layers), *_violations(tokens, rows, accumulation, optimizer, lora)]
     problems += [] if stack is None else stack.violations(hardware.count)
     if offload_optimizer and not given.shard_parameters:
@@ -95,6 +107,11 @@ def plan(
         targets=tuple(lora_targets), offload=offload_optimizer, accumulation=accumulation, asynchronous=asynchronous,
         processors=hardware.gpu.processors if deterministic else 0,
     )  # fmt: skip
+    if config is not None:
+        require(given.violations(), f"no plan for {sizes.name}")
+        if stack is not None:
+            return counted(replace(job, stack=replace(stack, engine="module")), hardware, config)
+        return first_that_fits(job, hardware, config, pinned, kernel=kernel, only_fit=only_fit, say=say)
     _ = job.trained  # a target that the model does not have is refused here
     if stack is not None:
         return look(job, hardware)
@@ -142,6 +159,9 @@ def fastest(
 
 def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
     """The plan of the longest context that fits, in multiples of `step` tokens."""
+    if isinstance(model, str) and _is_own(model, Stack(engine=options.get("engine", "auto"))):
+        ranks = (parse_gpus(gpus) if isinstance(gpus, str) else gpus).count
+        return longest(lambda tokens: plan(model, gpus=gpus, context=tokens, only_fit=True, **options), ranks, step)
 
     def fits(steps: int) -> bool:
         return plan(model, gpus=gpus, context=steps * step, only_fit=True, **options).fits
@@ -153,6 +173,11 @@ def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CO
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return plan(model, gpus=gpus, context=max(low, 1) * step, **options)
+
+
+def _is_own(model: str, stack: Stack) -> bool:
+    """Whether a model of this name or folder runs by its own code."""
+    return stack.engine == "module" or (stack.engine == "auto" and said_of(model)[0].get("model_type") not in FAMILIES)
 
 
 def _known(pinned: dict[str, Any]) -> dict[str, Any]:

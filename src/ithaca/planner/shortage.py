@@ -11,6 +11,7 @@ from ..stack import PerLayer
 from .plan import HOST_SHARE, Plan
 from .search import fastest
 
+ANYWAY = "lower stack.tile or stack.heads_per_stage, or set stack.store to host (ithaca plan says what fits)"
 LESS = 0.9  # of what did not fit: a change must promise at least this much
 
 
@@ -18,7 +19,7 @@ def gpu_shortage(planned: Plan | None, used: int) -> str:
     """used: bytes of tensors on the GPU when it failed, as torch counted them."""
     text = f"the GPU ran out of memory with {format_bytes(used)} of tensors on it"
     if planned is None:
-        return f"{text}; lower stack.tile or stack.heads_per_stage, or set stack.store to host (ithaca plan says what fits)"
+        return f"{text}; {ANYWAY}"
     said = planned.allocated
     text += f"; the plan had said {format_bytes(said)}"
     if used > 1.05 * said:
@@ -29,13 +30,15 @@ def gpu_shortage(planned: Plan | None, used: int) -> str:
         holders = planned.memory.phases[planned.memory.peak_phase]
         largest = max(holders, key=lambda name: holders[name])
         text += f", most of it {CATEGORIES[largest]} ({format_bytes(holders[largest])})"
+    if planned.predicted is None:
+        return f"{text}.\n  {ANYWAY}"
     change = cheapest_change(planned, limit=int(LESS * min(planned.peak, planned.budget)))
     return f"{text}.\n  {change}"
 
 
 def host_shortage(planned: Plan | None, cause: str) -> str:
     """Pinned memory ran out; `cause` says where."""
-    if planned is None or planned.stack.offload == "gpu":
+    if planned is None or planned.predicted is None or planned.stack.offload == "gpu":
         return cause
     need = planned.host if planned.stack.offload == "host" else planned.disk
     hardware = replace(planned.hardware, **{planned.stack.offload: int(LESS * need / HOST_SHARE)})

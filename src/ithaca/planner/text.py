@@ -11,13 +11,14 @@ from ..base.units import format_bytes, format_tokens
 from ..stack import Stack
 from .hardware import Hardware
 from .plan import HOST_SHARE, Plan
+from .speed import Speed
 
 
 def describe(
     plan: Plan, *, explain: bool = False, dry: dict[str, Any] | None = None, tried: Sequence[Plan] = ()
 ) -> list[str]:
     """dry: what a dry run counted. tried: contexts that were counted to find the longest, with what they hold."""
-    gpu, speed, memory = plan.hardware.gpu, plan.speed, plan.memory
+    memory = plan.memory
     lines = [
         f"{plan.model.name} ({plan.model.weights / 1e9:.2f}B parameters) at {format_tokens(plan.context)} tokens on "
         f"{plan.hardware.words}: {verdict(plan)}",
@@ -40,14 +41,13 @@ def describe(
         lines.append(f"  host    {format_bytes(plan.host)} a machine; a GPU: {split}")
     if plan.disk:
         lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(plan.disk)} a machine")
-    parts = ", ".join(f"{name} {seconds(time)}" for name, time in speed.parts.items() if time > 0.005 * speed.seconds)
-    lines.append(
-        f"  time    {seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU; bound by {speed.bound_by} "
-        f"({parts})"
-    )
-    notes = [] if gpu.measured else [f"rates were measured on an H200 and scaled to {gpu.name}"]
-    notes += [] if plan.hardware.count == 1 else [_about_links(plan.hardware)]
-    lines += [f"          {'; '.join(notes)}"] if notes else []
+    if plan.predicted is None:
+        lines.append(
+            f"  counted by a dry run of the model's own code ({plan.executed} of {plan.model.layers} layers executed, the others "
+            "are alike); no arithmetic, so no time is predicted"
+        )
+    else:
+        lines += _time(plan, plan.predicted)
     lines += [f"  assumed {assumption}" for assumption in plan.assumed]
     if plan.too_long:
         lines.append(f"  rotary  {plan.too_long}")
@@ -66,6 +66,16 @@ def describe(
     if plan.advice:
         lines += ["  what would fit", *(f"    {suggestion}" for suggestion in plan.advice)]
     return lines
+
+
+def _time(plan: Plan, speed: Speed) -> list[str]:
+    gpu = plan.hardware.gpu
+    parts = ", ".join(f"{name} {seconds(time)}" for name, time in speed.parts.items() if time > 0.005 * speed.seconds)
+    said = f"{seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU"
+    notes = [] if gpu.measured else [f"rates were measured on an H200 and scaled to {gpu.name}"]
+    notes += [] if plan.hardware.count == 1 else [_about_links(plan.hardware)]
+    lines = [f"  time    {said}; bound by {speed.bound_by} ({parts})"]
+    return lines + ([f"          {'; '.join(notes)}"] if notes else [])
 
 
 def verdict(plan: Plan) -> str:
@@ -101,10 +111,13 @@ def side_by_side(first: Plan, second: Plan) -> list[str]:
         "GPU": lambda p: format_bytes(p.peak),
         "host a machine": lambda p: format_bytes(p.host),
         "disk a machine": lambda p: format_bytes(p.disk),
-        "step": lambda p: seconds(p.speed.seconds),
-        "tokens/s per GPU": lambda p: f"{p.speed.tokens_per_second:,.0f}",
-        "bound by": lambda p: p.speed.bound_by,
     }
+    if first.predicted and second.predicted:
+        numbers |= {
+            "step": lambda p: seconds(p.speed.seconds),
+            "tokens/s per GPU": lambda p: f"{p.speed.tokens_per_second:,.0f}",
+            "bound by": lambda p: p.speed.bound_by,
+        }
     rows += [[name, read(first), read(second)] for name, read in numbers.items()]
     rows += [
         [f"  {name}", *(format_bytes(plan.phases[plan.memory.peak_phase].get(name, 0)) for plan in (first, second))]
@@ -147,7 +160,9 @@ def _value(value: Any) -> str:
 
 def beside(plan: Plan, peak: int, took: float) -> str:
     """What was planned for a step, beside what came."""
-    memory, planned = plan.allocated, plan.speed.seconds
+    memory, planned = plan.allocated, plan.seconds
+    if planned is None:
+        return f"plan: {format_bytes(memory)}; measured: {format_bytes(peak)} ({peak / memory - 1:+.1%}) and {took:.1f} s a step"
     return (
         f"plan: {format_bytes(memory)} and {planned:.1f} s a step; measured: {format_bytes(peak)} "
         f"({peak / memory - 1:+.1%}) and {took:.1f} s ({took / planned - 1:+.1%})"

@@ -14,6 +14,7 @@ import torch
 
 from ..base.exits import MEMORY, Failed
 from ..base.gpu_sharing import ranks_per_gpu
+from ..base.processes.worker import Worker, receive, send, stop
 from ..config.schema import Config
 from ..engine.attention.choice import kernels_here
 from ..engine.build import DTYPES, model_name, simple_stack
@@ -23,6 +24,7 @@ from ..engine.offload.host import available_memory
 from ..planner.config import requested
 from ..planner.gpus import GPUS, Gpu
 from ..planner.hardware import Hardware
+from ..planner.own import attention_of
 from ..planner.plan import Plan
 from ..planner.search import plan
 from ..planner.text import describe
@@ -34,7 +36,7 @@ log = logging.getLogger("ithaca")
 
 def automatic_stack(config: Config, hf: Any, world: int, device: torch.device) -> tuple[Stack, Plan | None]:
     """The stack of `stack: auto`: on a GPU the planner's, which raises where nothing fits; else a rule that works anywhere."""
-    if device.type != "cuda" or not has_arithmetic(hf):
+    if device.type != "cuda":
         return simple_stack(config.data.context, hf, world), None
     plan = planned(config, hf, world, device)
     for name, value, why in plan.reasons:
@@ -51,13 +53,45 @@ def has_arithmetic(hf: Any) -> bool:
 
 def planned(config: Config, hf: Any, world: int, device: torch.device, stack: Stack | None = None) -> Plan:
     """The plan of a run on the GPUs it has, with the kernels it will take; with a stack, of that stack."""
-    sizes = sizes_of(hf.to_dict(), model_name(config.model))
-    kinds = {window is not None for window in sizes.windows}
+    name = model_name(config.model)
+    sizes = sizes_of(hf.to_dict(), name) if has_arithmetic(hf) else None
+    head_dim, windows = attention_of(hf) if sizes is None else (sizes.head_dim, sizes.windows)
+    kinds = {window is not None for window in windows}
     wanted = "auto" if stack is None else stack.attention
-    probed = kernels_here(wanted, device, DTYPES[config.model.dtype], sizes.head_dim, kinds)
+    probed = kernels_here(wanted, device, DTYPES[config.model.dtype], head_dim, kinds)
     hardware = hardware_here(config, world, device)
     hardware = replace(hardware, gpu=replace(hardware.gpu, probed=probed))
-    return plan(sizes, gpus=hardware, stack=stack, **requested(config))
+    asked = {"gpus": hardware, "stack": stack, **requested(config)}
+    return planned_apart(name, config=hf, **asked) if sizes is None else plan(sizes, **asked)
+
+
+def planned_apart(name: str, **asked: Any) -> Plan:
+    """A plan by dry runs, in a process of its own: each makes a process group, and here there may be one, of which this is but the
+    first rank."""
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    worker = Worker("ithaca plan", _plan_here, name, asked, environ=environ)
+    try:
+        while True:
+            what, value = receive(worker.pipe)
+            if what == "said":
+                log.info("stack auto: %s", value)
+            elif what == "refused":
+                raise ValueError(value)
+            else:
+                return value
+    except (EOFError, ConnectionResetError):
+        raise RuntimeError(
+            f"the dry runs of {name} ended: {worker.cause_of_death(10.0)}; give the stack, or look at the log"
+        ) from None
+    finally:
+        stop([worker])
+
+
+def _plan_here(pipe: Any, name: str, asked: dict[str, Any]) -> None:
+    try:
+        send(pipe, ("plan", plan(name, say=lambda line: send(pipe, ("said", line)), **asked)))
+    except ValueError as error:
+        send(pipe, ("refused", str(error)))
 
 
 def hardware_here(config: Config, world: int, device: torch.device) -> Hardware:

@@ -184,7 +184,7 @@ class Trainer:
             self.saver = Saver(config, self.folder, run, self.optimizer, metrics, resumed and resumed.name)
             if self.best is not None and self.best.step is not None and config.eval.keep_best:
                 self.saver.keep(self.best.step)
-            planned = on_rank0(world_group(), lambda: self.plan and self.plan.speed.seconds)
+            planned = on_rank0(world_group(), lambda: self.plan and self.plan.seconds)
             if planned is not None:
                 heartbeat.expect(planned)
             self.stop.early = False

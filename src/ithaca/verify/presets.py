@@ -27,7 +27,7 @@ def config_of(what: str, full: bool, **changes: Any) -> Any:
     folder = local(what)
     if not folder.is_dir():
         config = preset_config(what, **changes)
-        return config if full or find_preset(what) in TINY else shrink(config)
+        return config if full or find_preset(what) in TINY else _narrowed(config)
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; pass a preset ({', '.join(PRESETS)}) or a model folder")
     config = read_config(folder)
@@ -35,6 +35,10 @@ def config_of(what: str, full: bool, **changes: Any) -> Any:
         require(config_violations(config), f"{folder} cannot be verified")
     if full:
         return config
+    return _narrowed(config)
+
+
+def _narrowed(config: Any) -> Any:
     return shrink(config) if config.model_type in FAMILIES else shrink_config(config)
 
 

@@ -38,6 +38,10 @@ _call: ContextVar[ModuleCall | None] = ContextVar(
 )  # the layer that is being computed, in this thread
 
 
+def running_call() -> ModuleCall | None:
+    return _call.get()
+
+
 @dataclass
 class ModuleCall:
     """One layer on one batch."""
@@ -50,6 +54,7 @@ class ModuleCall:
     store: Store
     fold: int = 1  # rows that stand for ranks, in a proof
     blank: float | None = None  # stands for what tiled parts made, when the layer runs again; None: it is kept
+    reserve: Callable[[int], None] = lambda nbytes: None  # told how much is about to be stored
     learn: bool = True
     stored: bool = False
     keeping: bool = False  # what attention makes goes to `kept`, what tiled parts make to `made`
@@ -178,12 +183,9 @@ class ModuleLayer(torch.autograd.Function):
         if call.blank is None:  # they go to the store, and only their number stays
             kept += [t for made in call.made for t in made or ()]
             ctx.made = [None if made is None else len(made) for made in call.made]
-        ctx.handle, ctx.call, ctx.inputs, call.stored = (
-            call.store.put([*inputs.stored(tensors), *kept]),
-            call,
-            inputs,
-            True,
-        )
+        kept = [*inputs.stored(tensors), *kept]
+        call.reserve(sum(t.nbytes for t in kept))
+        ctx.handle, ctx.call, ctx.inputs, call.stored = call.store.put(kept), call, inputs, True
         call.kept, call.made = [], []
         inputs.outputs = spec
         return tuple(flat)
@@ -227,12 +229,16 @@ class _Inputs:
         self.flat, self.spec = tree_flatten((args, kwargs | {name: dict(given) for name, given in self.maps.items()}))
         first = next(i for i, t in enumerate(self.flat) if isinstance(t, Tensor) and t.is_floating_point())
         self.places = [i for i, t in enumerate(self.flat) if isinstance(t, Tensor) and (t.requires_grad or i == first)]
-        self.tensors = [self.flat[i] for i in self.places]
-        self.needs = [t.requires_grad for t in self.tensors]
+        self.needs = [self.flat[i].requires_grad for i in self.places]
         self.count = len(self.places)
+        self.outputs: Any = None
+
+    def handed_over(self) -> list[Tensor]:
+        """The tensors, which from now on are not held here: backward gets them from the store."""
+        tensors = [self.flat[i] for i in self.places]
         for i in self.places:
             self.flat[i] = None
-        self.outputs: Any = None
+        return tensors
 
     def stored(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         return [t.detach() for t in tensors[: self.count]]
@@ -267,7 +273,7 @@ def run_module_layer(call: ModuleCall, args: Any, kwargs: Any) -> Any:
     call.learn = bool(parameters) or any(inputs.needs)
     if not call.learn:
         return call.run(args, kwargs)
-    return inputs.take(ModuleLayer.apply(call, inputs, *inputs.tensors, *parameters))  # pyright: ignore[reportArgumentType]
+    return inputs.take(ModuleLayer.apply(call, inputs, *inputs.handed_over(), *parameters))  # pyright: ignore[reportArgumentType]
 
 
 class TiledModule(torch.autograd.Function):

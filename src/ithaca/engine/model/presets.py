@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+
+def _rope(theta: float, kind: str = "default", **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **more}
+
+
+NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # or ids beyond a small vocabulary
 _LLAMA3 = dict(
     model_type="llama",
     vocab_size=128256,
-    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    rope_parameters=_rope(500000.0),
     max_position_embeddings=131072,
 )
 _QWEN3 = dict(model_type="qwen3", vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40960)
@@ -48,9 +54,55 @@ _REAL: dict[str, dict[str, Any]] = {
         model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=32768, sliding_window=None, max_position_embeddings=32768,
     ),
+    "qwen3_30b_a3b": dict(
+        _QWEN3, model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        rope_parameters=_rope(1000000.0),
+    ),
+    # By their own code. Values are those of the published config.json; token ids are left out, which nothing here depends on.
+    "gpt_oss_20b": dict(  # in bf16: the published weights of its experts are mxfp4
+        NO_SPECIAL, model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_parameters=_rope(
+            150000.0, "yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096,
+        ),
+    ),
+    "glm4_9b": dict(  # GLM-4-9B-0414; sizes as transformers has them for Glm4Config, which names this model
+        NO_SPECIAL, model_type="glm4", hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, vocab_size=151552, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        attention_bias=True, partial_rotary_factor=0.5, rope_parameters=_rope(10000.0, partial_rotary_factor=0.5),
+    ),
+    "phi4": dict(
+        NO_SPECIAL, model_type="phi3", hidden_size=5120, intermediate_size=17920, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=10, vocab_size=100352, max_position_embeddings=16384, original_max_position_embeddings=16384,
+        rms_norm_eps=1e-5, rope_parameters=_rope(250000.0, partial_rotary_factor=1.0),
+    ),
+    "granite33_8b": dict(
+        NO_SPECIAL, model_type="granite", hidden_size=4096, intermediate_size=12800, num_hidden_layers=40, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=49159, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        attention_multiplier=0.0078125, embedding_multiplier=12.0, logits_scaling=16.0, residual_multiplier=0.22,
+        rope_parameters=_rope(10000000.0),
+    ),
+    "smollm3_3b": dict(  # of four layers the fourth turns nothing
+        NO_SPECIAL, model_type="smollm3", hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
+        num_attention_heads=16, num_key_value_heads=4, vocab_size=128256, max_position_embeddings=65536, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9, rope_parameters=_rope(5000000.0),
+    ),
+    "olmo3_7b": dict(  # layers with a window are not stretched
+        NO_SPECIAL, model_type="olmo3", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, vocab_size=100278, max_position_embeddings=65536, rms_norm_eps=1e-6, sliding_window=4096,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        rope_parameters={
+            "sliding_attention": _rope(500000.0),
+            "full_attention": _rope(
+                500000.0, "yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, attention_factor=1.2079441541679836,
+                original_max_position_embeddings=8192,
+            ),
+        },
+    ),
 }  # fmt: skip
 
-NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # ids beyond the small vocabulary
 _SMALL = dict(
     NO_SPECIAL, vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=4, max_position_embeddings=4096,
@@ -86,8 +138,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny_llama": dict(
         model_type="llama", vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.1,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        rope_parameters=_rope(1000000.0), **NO_SPECIAL,
     ),
 }  # fmt: skip
 

@@ -314,6 +314,14 @@ def shallow(fields: dict[str, Any], depth: int, layers: int) -> dict[str, Any]:
     """The fields of a model of the picked layers."""
     lists = {name for name, value in fields.items() if per_layer(name, value, depth)}
     kept = pick([layer_kind(fields, lists, i, depth) for i in range(depth)], layers)
+    return cut(fields, depth, kept, layers)
+
+
+def cut(fields: dict[str, Any], depth: int, kept: list[int], layers: int | None = None) -> dict[str, Any]:
+    """The fields of a model of some of its layers. layers: as long as a period may be; None: the first layers are kept, and periods
+    are what they were."""
+    lists = {name for name, value in fields.items() if per_layer(name, value, depth)}
+    most = len(kept) if layers is None else layers
     cut = dict(fields)
     for name, value in fields.items():
         if name in lists:
@@ -331,13 +339,13 @@ def shallow(fields: dict[str, Any], depth: int, layers: int) -> dict[str, Any]:
             cut[name] = sum(i >= depth - value for i in kept)
         elif name == "moe_layer_end_index" and value >= 0:
             cut[name] = sum(i <= value for i in kept) - 1  # counts itself
-        elif depth > layers and (found := PERIOD.fullmatch(name)):
+        elif layers is not None and depth > layers and (found := PERIOD.fullmatch(name)):
             cut[name] = min(value, layers)
             offset = found[1] + "offset"
             if fields.get(offset):
                 cut[offset] = min(fields[offset], cut[name] - 1)
         elif DEPTH.fullmatch(name):
-            cut[name] = len(kept) if value == depth else min(value, layers)
+            cut[name] = len(kept) if value == depth else min(value, most)
     for name in STACK:
         if (stack := fields.get(name)) and "num_hidden_layers" in fields and stack < depth:
             cut[name] = max(1, len(kept) * stack // depth)

@@ -34,6 +34,7 @@ class ModelSizes:
     dense_intermediate: int = 0
     longest: int | None = None  # positions the model was made for
     capped: bool = False  # the final logits have a soft cap, which the fused loss does not know
+    parameters: int = 0  # of a model without arithmetic here: as many as its parts have
 
     @property
     def traits(self) -> Family:
@@ -122,6 +123,8 @@ class ModelSizes:
 
     @property
     def weights(self) -> int:
+        if self.parameters:
+            return self.parameters
         fewer = len(self.dense) * (self.mlp_weights - 3 * self.hidden * self.dense_intermediate)
         return self.layers * self.layer_weights - fewer + (1 if self.tied else 2) * self.embedding_weights + self.hidden
 
@@ -137,15 +140,20 @@ _NEEDED = (
 
 def read_sizes(what: str) -> ModelSizes:
     """A preset's name, a folder with config.json, that file, or a model on the Hub."""
+    return sizes_of(*said_of(what))
+
+
+def said_of(what: str) -> tuple[dict[str, Any], str]:
+    """What the config of such a model says, and what it is called."""
     if what in PRESETS:
-        return sizes_of(PRESETS[what], what)
+        return PRESETS[what], what
     path = folder(what)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():  # what is there and no file is refused when it is read
         raise ValueError(
             f"{what} is no folder with a config.json, no model on the Hub (owner/name) and no preset; presets: {', '.join(PRESETS)}"
         )
-    return sizes_of(read_settings(path), path.parent.name or str(path) if find_name(what) is None else short(what))
+    return read_settings(path), path.parent.name or str(path) if find_name(what) is None else short(what)
 
 
 def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
@@ -171,8 +179,8 @@ def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ValueError(
-            f"{name}: there is no arithmetic for model_type {config.get('model_type')!r}, so nothing can be planned for it yet; "
-            f"there is for {', '.join(FAMILIES)}. By its own code it may train all the same (docs/families.md): give the stack"
+            f"{name}: there is no arithmetic for model_type {config.get('model_type')!r}, only for {', '.join(FAMILIES)}; "
+            "`ithaca plan` and `stack: auto` count what it takes by a dry run of its own code instead"
         )
     missing = [key for key in _NEEDED if not isinstance(config.get(key), int)]
     if missing:

@@ -80,6 +80,7 @@ class Profile:
 
     def json(self) -> dict[str, Any]:
         plan, account, measured = self.planned.json(), self.measured.account, self.measured
+        speed = self.planned.predicted if self.gpu else None
         return {
             "profile": 1,
             "model": self.whole.json(),
@@ -103,8 +104,8 @@ class Profile:
                 "peak": self.expected_peak,
                 "peak_phase": self.planned.memory.peak_phase,
                 "phases": self.expected,
-                "step": self.planned.speed.seconds if self.gpu else None,
-                "tokens_per_second": self.planned.speed.tokens_per_second if self.gpu else None,
+                "step": speed and speed.seconds,
+                "tokens_per_second": speed and speed.tokens_per_second,
             },
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,

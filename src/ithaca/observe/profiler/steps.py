@@ -22,6 +22,7 @@ from torch import Tensor
 from ...config.schema import Train
 from ...engine.batch import Batch
 from ...engine.job import Job
+from ...engine.model.shrink import depth_of
 from ...engine.model.weights import fill_at_random
 from ...engine.optimizer import build_optimizer, clip, global_norm, gradients
 from ...engine.parallelize import prepare
@@ -95,8 +96,8 @@ def ready(
     if joined and dist.get_world_size() != job.world:
         raise RuntimeError(f"{dist.get_world_size()} ranks are there, and the job has {job.world}")
     short = shortened(config, layers)
-    missing = config.num_hidden_layers - short.num_hidden_layers if states else 0
-    job = replace(job, stack=shortened_stack(job.stack, short.num_hidden_layers))
+    missing = depth_of(config) - depth_of(short) if states else 0
+    job = replace(job, stack=shortened_stack(job.stack, depth_of(short)))
     try:
         with fake_group(job.world) if job.world > 1 and not joined else nullcontext():
             yield _steps(job, short, device, missing, dtype)

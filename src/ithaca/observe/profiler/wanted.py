@@ -10,8 +10,11 @@ import torch
 
 from ...base.kernels import with_windows
 from ...engine.job import Job
+from ...engine.model.shrink import depth_of
 from ...engine.model.sizes import sliced
-from ...planner.dry_run.run import shortened_stack
+from ...planner.config import hf_config
+from ...planner.dry_run.run import shortened, shortened_stack
+from ...planner.own import counted, own_sizes
 from ...planner.plan import Plan
 from ...planner.search import look
 
@@ -52,6 +55,8 @@ def _read(cls: Any, given: Mapping[str, Any]) -> Any:
 def expected(plan: Plan, wanted: Wanted, kernel: str) -> Plan:
     """The plan of exactly what is run: its layers, and the attention kernel that the machine has."""
     whole = replace(wanted.job, kernel=kernel, windowed=with_windows(kernel))
+    if plan.predicted is None:
+        return _expected_own(plan, wanted, whole)
     sizes = sliced(whole.model, wanted.layers)
     part = look(replace(whole, model=sizes, stack=shortened_stack(whole.stack, sizes.layers)), plan.hardware)
     if wanted.states and sizes.layers < whole.model.layers:
@@ -64,6 +69,18 @@ def expected(plan: Plan, wanted: Wanted, kernel: str) -> Plan:
             for name, nbytes in more.items():
                 if name != "gradients" or phase in ("backward", "step"):
                     by[name] = by.get(name, 0) + nbytes
+    return replace(part, reasons=plan.reasons, around=not wanted.cpu)
+
+
+def _expected_own(plan: Plan, wanted: Wanted, job: Job) -> Plan:
+    """The same by a dry run."""
+    if wanted.states:
+        raise ValueError(
+            f"--states adds up weights of layers by arithmetic, which there is none of for {plan.model.name}; leave it out"
+        )
+    config = shortened(hf_config(wanted.model), wanted.layers)
+    sizes = plan.model if depth_of(config) == plan.model.layers else own_sizes(config, plan.model.name)
+    part = counted(replace(job, model=sizes, stack=shortened_stack(job.stack, sizes.layers)), plan.hardware, config)
     return replace(part, reasons=plan.reasons, around=not wanted.cpu)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...base.holding import holds
-from ...base.kernels import backward_workspace
+from ...base.kernels import KERNELS, backward_workspace, problem
 from ...engine.attention.choice import Kernels, Need
 from ...engine.attention.kernel import Calls
 from ...engine.model.norm import NormKernel
@@ -55,7 +55,16 @@ class DryKernels(Kernels):
     processors: int = 0  # as in Job
 
     def _resolve(self, need: Need) -> Any:
-        return DryKernel(self.windowed or self.name if need.windowed else self.name, self.processors)
+        """As the engine: the first that can, from the one that is known on."""
+        first, names = self.windowed or self.name if need.windowed else self.name, list(KERNELS)
+        others = [name for name in names[names.index(first) + 1 :] if KERNELS[name].gpu]
+        for name in (first, *others):
+            if (
+                problem(name, need.head_dim, need.windowed, softcapped=need.softcapped, value_dim=need.value_dim)
+                is None
+            ):
+                return DryKernel(name, self.processors)
+        return DryKernel(first, self.processors)
 
 
 class DryNorm(NormKernel):

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...config.schema import Lora
@@ -29,10 +35,14 @@ from ...engine.job import Job, Memory
 from ...engine.mesh import Mesh, build_mesh
 from ...engine.model.adapter import read_model
 from ...engine.model.families import FAMILIES
+from ...engine.model.shrink import cut, depth_of
+from ...engine.own import OwnDecoder, read_own
+from ...engine.proof import require_proof
 from ...engine.run import Run
 from ...stack import PER_LAYER, Stack
-from .alike import LeftOut, chosen, local, on_host, state_bytes
+from .alike import LeftOut, chosen, held_by, local, on_host, state_bytes
 from .kernels import DryKernels, DryLoss, DryNorm
+from .own import NotAlike, stand_ins
 from .store import DryGpuStore, DryStore
 from .tracker import LiveBytes
 
@@ -41,7 +51,8 @@ CPU = torch.device("cpu")
 
 @dataclass
 class DryRun(Memory):
-    """What a step of one rank holds, in bytes, and which lines of code it comes from."""
+    """What a step of one rank holds, in bytes, and which lines of code it comes from. The copy that a checkpoint is written from is
+    counted for models by their own code only."""
 
     lines: dict[str, dict[str, int]] = field(default_factory=dict)  # at the peak of a phase
     layers: int = 0  # that were counted
@@ -66,29 +77,48 @@ def dry_run(
     """
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and this process has one already")
-    if FAMILIES[config.model_type].experts:
+    try:
+        return _dry_run(job, config, layers, every, dtype, documents, optimizer_bytes)
+    except NotAlike:
+        return _dry_run(job, config, layers, True, dtype, documents, optimizer_bytes)
+
+
+def _dry_run(
+    job: Job,
+    config: Any,
+    layers: int | None,
+    every: bool,
+    dtype: torch.dtype,
+    documents: list[int] | None,
+    optimizer_bytes: float | None,
+) -> DryRun:
+    own = by_own_code(config, job.stack)
+    if not own and FAMILIES[config.model_type].experts:
         raise ValueError(
-            "a dry run of a mixture of experts is not possible: which expert a token goes to depends on its numbers"
+            "a dry run of a mixture of experts is not possible: which expert a token goes to depends on its numbers; "
+            "--stack.engine module, where transformers groups them, is one that can be counted"
         )
     config = shortened(config, layers)
-    depth = config.num_hidden_layers
+    depth = depth_of(config)
     stack = shortened_stack(job.stack, depth)
     tokens = job.batch * job.context // job.world
-    executed, gaps = chosen(depth, stack, tokens * config.hidden_size * dtype.itemsize)
-    if every:
-        executed, gaps = list(range(depth)), []
-    config, job = shortened(config, len(executed)), replace(job, stack=picked(stack, executed))
+    executed, gaps = list(range(depth)), []
+    if not own and not every:
+        executed, gaps = chosen(depth, stack, tokens * config.hidden_size * dtype.itemsize)
+        config = shortened(config, len(executed))
+    job = replace(job, stack=picked(stack, executed))
     per_weight = job.optimizer_bytes if optimizer_bytes is None else optimizer_bytes
-    tracker = LiveBytes()
+    tracker, left_out = LiveBytes(), 0
+    model = meta_model(job, config, dtype)
+    decoder = proven(model) if own else None  # on real numbers, so before there are none
     with ExitStack() as opened:
         opened.enter_context(fake_group(job.world))
         mesh = replace(build_mesh(job.stack, CPU), offload=job.offload)  # which a mesh of CPUs would refuse
-        model = meta_model(job, config, dtype)
         fake = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         opened.enter_context(tracker.watching())
         _fill(model)
-        run = assembled(model, job, mesh, tracker, dtype)
-        del model
+        run = assembled(model, job, mesh, tracker, dtype, decoder)
+        del model, decoder
         for parameter in run.model.parameters():
             tracker.see(local(parameter), "parameters", line="the weights")
         away = _put_away(run, tracker, per_weight) if job.offload else 0
@@ -97,7 +127,14 @@ def dry_run(
             left = LeftOut(run, tracker, gap, per_weight, job.offload)
             away += left.away
             opened.enter_context(left.counted())
-        _step(run, job, _batch(run, job, documents, fake), per_weight, tracker)
+        if own and not every:
+            left_out = opened.enter_context(stand_ins(run))
+        batch = _batch(run, job, documents, fake)
+        try:
+            _step(run, job, batch, per_weight, tracker)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise NotCounted(_not_counted(config.model_type, error)) from error
+        trained = held_by(run.model, per_weight)
         store = run.store
     held = store.held if isinstance(store, DryStore) else {}
     return DryRun(
@@ -105,10 +142,36 @@ def dry_run(
         host=held.get("host", 0) + away,
         disk=held.get("disk", 0),
         offloaded=away,
+        snapshot=trained["gradients"] + trained["optimizer"] if own and job.asynchronous else 0,
         lines={phase: dict(by) for phase, by in tracker.lines.items()},
         layers=depth,
-        executed=len(executed),
+        executed=len(executed) - left_out,
     )
+
+
+class NotCounted(ValueError):
+    """The code of a model cannot run without numbers."""
+
+
+def _not_counted(kind: str, error: Exception) -> str:
+    return (
+        f"the code of {kind} asks for numbers that a dry run does not have ({' '.join(str(error).split())[:80]}), as experts do "
+        "that are called one by one, so what it takes cannot be counted. Give `ithaca train` a stack (--stack.FIELD VALUE) and let "
+        "it run two steps: it says what they took"
+    )
+
+
+def by_own_code(config: Any, stack: Stack) -> bool:
+    """Whether a run of it takes the module engine (engine/parallelize.py)."""
+    return stack.engine == "module" or (stack.engine == "auto" and config.model_type not in FAMILIES)
+
+
+def proven(model: nn.Module) -> OwnDecoder:
+    """With what a proof has shown; ValueError where it is not exact."""
+    decoder = read_own(model)
+    require_proof(decoder)
+    decoder.norm_kernel = DryNorm()
+    return decoder
 
 
 def meta_model(job: Job, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -137,11 +200,13 @@ def _fill(model: nn.Module) -> None:
             module._buffers[name] = None if value is None else torch.empty(value.shape, dtype=value.dtype)
 
 
-def assembled(model: nn.Module, job: Job, mesh: Mesh, tracker: LiveBytes, dtype: torch.dtype) -> Run:
+def assembled(
+    model: nn.Module, job: Job, mesh: Mesh, tracker: LiveBytes, dtype: torch.dtype, decoder: OwnDecoder | None = None
+) -> Run:
     """The model as `prepare` leaves it, with parts that allocate as those of a GPU do and compute nothing."""
     stack, on_device = job.stack, DryGpuStore(CPU, tracker)
     return assemble(
-        model, read_model(model, DryNorm()), stack, mesh,
+        model, decoder or read_model(model, DryNorm()), stack, mesh,
         store=on_device if stack.offload == "gpu" else DryStore(CPU, stack.offload), on_device=on_device,
         kernels=DryKernels(job.kernel, windowed=job.windowed, processors=job.processors), loss_kernel=DryLoss(),
         dtype=dtype, weights=lambda run: None,  # they are where they belong
@@ -224,13 +289,14 @@ def loss_phase(run: Run, tracker: LiveBytes) -> Iterator[None]:
 
 
 def shortened(config: Any, layers: int | None) -> Any:
-    from copy import deepcopy
-
-    config = deepcopy(config)
-    if layers is not None and layers < config.num_hidden_layers:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+    """The first so many layers."""
+    config, depth = deepcopy(config), depth_of(config)
+    if layers is not None and layers < depth:
+        if config.get_text_config() is not config:
+            raise ValueError(
+                f"a {config.model_type} has a config inside its config, so its layers cannot be cut; leave --layers out"
+            )
+        config = type(config).from_dict(cut(config.to_dict(), depth, list(range(layers))))
     config.use_cache = False
     return config
 

@@ -1,0 +1,225 @@
+"""Plans of models without arithmetic here: a dry run of their own code counts what a stack takes (dry_run/run.py).
+
+A dry run takes seconds where arithmetic takes microseconds, and tells no time. So there is no search: a short list of stacks, those
+that compute and copy least first, is tried from its top until one fits. What shares the sequence is not tried but chosen: Ulysses
+as far as heads and a machine go, a ring between machines, and rows side by side where a step has several.
+
+What is refused when such a model is prepared is refused here, for the same reason: a dry run begins with the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..base.units import format_bytes, format_tokens
+from ..engine.job import Job
+from ..engine.model.sizes import ModelSizes
+from ..stack import Stack
+from .flops import head_sizes, layer_windows
+from .hardware import Hardware
+from .plan import Plan
+from .reasons import reasons_of
+
+GUESSES = 6  # of the longest context; behind them it is halved
+SHORT = 2**14  # tokens of a rank up to which it is worth a try to keep everything
+Say = Callable[[str], object]
+
+
+def own_sizes(config: Any, name: str) -> ModelSizes:
+    """What can be said of a model by its config and its parts, built without numbers. ValueError for one that cannot be run."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..engine.own import read_own
+    from ..engine.proof import require_proof
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    decoder, text = read_own(model), config.get_text_config()
+    require_proof(decoder)
+    layers, heads = len(decoder.layers), _largest(text.num_attention_heads)
+    head_dim, windows = attention_of(config)
+    return ModelSizes(
+        name=name,
+        family=config.model_type,
+        layers=layers,
+        hidden=text.hidden_size,
+        intermediate=_largest(getattr(text, "intermediate_size", None) or 0),
+        heads=heads,
+        kv_heads=_largest(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=head_dim,
+        vocabulary=text.vocab_size,
+        tied=decoder.tied,
+        windows=(*windows, *[None] * layers)[:layers],
+        longest=getattr(text, "max_position_embeddings", None),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
+def attention_of(config: Any) -> tuple[int, list[int | None]]:
+    """What its attention kernels are asked for, as far as the config names it: the size of a head, and the window of each layer."""
+    text = config.get_text_config()
+    if not getattr(text, "num_attention_heads", None):
+        raise ValueError(
+            f"the config of {config.model_type} names no attention heads, so it cannot run with our attention"
+        )
+    return max(head_sizes(text)), layer_windows(text)
+
+
+def _largest(value: Any) -> int:
+    """Of a size that some models have one of for each layer."""
+    return max(value) if isinstance(value, (list, tuple)) else value
+
+
+def counted(job: Job, hardware: Hardware, config: Any) -> Plan:
+    """What a job takes with the stack it has."""
+    from .dry_run.run import dry_run
+
+    memory = dry_run(job, config)
+    plan = Plan(job, hardware, memory, None, False, executed=memory.executed)
+    plan.fits = not plan.excess
+    return plan
+
+
+def first_that_fits(
+    job: Job,
+    hardware: Hardware,
+    config: Any,
+    pinned: dict[str, Any],
+    *,
+    kernel: str | None = None,
+    only_fit: bool = False,
+    say: Say = lambda line: None,
+) -> Plan:
+    """only_fit: whether something fits, so the leanest alone is asked."""
+    stacks = list(own_stacks(job, hardware, pinned))
+    if not stacks:
+        raise ValueError(
+            f"no stack is possible for {hardware.count} GPUs and rows={job.batch} with what is given; free a field of the stack, "
+            "or use another number of GPUs or rows"
+        )
+
+    def look(stack: Stack) -> Plan:
+        plan = counted(replace(job, stack=stack), hardware, config)
+        verdict = "fits" if plan.fits else f"does not fit: {', '.join(plan.shortages)}"
+        say(f"dry run at {format_tokens(job.context)}, {_words(stack)}: {format_bytes(plan.peak)}, {verdict}")
+        return plan
+
+    found = _first(stacks, look, only_fit)
+    found.reasons = reasons_of(found, pinned, kernel)
+    why = f"no arithmetic here for {config.model_type}: its own code runs, with our attention"
+    found.reasons.insert(0, ("engine", "module", "given" if "engine" in pinned else why))
+    if not found.fits:
+        found.advice = [
+            "not tried: more GPUs, a shorter context (--max-context finds the longest), --host, --disk, --optimizer adamw8bit, "
+            "--offload-optimizer, --lora 16"
+        ]
+    return found
+
+
+def _first(stacks: list[Stack], look: Callable[[Stack], Plan], only_fit: bool) -> Plan:
+    """Each count takes seconds: where two do not fit, the leanest says whether any can."""
+    if only_fit:
+        return look(stacks[-1])
+    *others, last = stacks
+    leanest: Plan | None = None
+    for tried in range(len(others)):
+        if not others:
+            break
+        plan = look(others.pop(0))
+        if plan.fits:
+            return plan
+        if _held_by_all(plan) > plan.budget:
+            others = [stack for stack in others if not _keeps_alike(stack, plan.stack)]
+        if tried == 1 and others and not (leanest := look(last)).fits and leanest.shares["GPU memory"] > 1:
+            break
+    return leanest or look(last)
+
+
+def _held_by_all(plan: Plan) -> int:
+    """What stacks that keep the same on the GPU all hold when backward begins."""
+    if plan.stack.offload != "gpu":
+        return 0
+    return sum(plan.memory.phases["loss"].get(name, 0) for name in ("parameters", "optimizer", "kept"))
+
+
+def _keeps_alike(stack: Stack, other: Stack) -> bool:
+    return (stack.recompute, stack.store) == (other.recompute, other.store)
+
+
+def own_stacks(job: Job, hardware: Hardware, pinned: dict[str, Any]) -> Iterator[Stack]:
+    """Those that compute and copy least first; each takes less of the GPU than those before it, or less of the host."""
+    shared = _shared(job, hardware, pinned)
+    if shared is None:
+        return
+    tokens = job.batch * job.context // hardware.count
+    per_rank = -(-job.model.heads // shared["ulysses"])
+    few, one = max(1, per_rank // 4), 1
+    rows: list[tuple[str, str, int | None, int | None]] = [("none", "gpu", None, None)] if tokens <= SHORT else []
+    keep, again = "keep_attention", "layer"
+    rows += [(keep, "gpu", 16384, None), (keep, "gpu", 4096, None), (keep, "gpu", 4096, few), (keep, "gpu", 4096, one)]
+    rows += [(keep, "host", 4096, few), (keep, "host", 4096, one)]
+    rows += [(keep, "disk", 4096, one)] if hardware.disk else []
+    rows += [(again, "gpu", 4096, one), (again, "host", 4096, one), (again, "host", 2048, one)]
+    rows += [(again, "disk", 2048, one)] if hardware.disk else []
+    seen: set[Stack] = set()
+    for recompute, store, tile, heads in rows:
+        fields: dict[str, Any] = {
+            "recompute": recompute,
+            "store": store,
+            "tile": None if tile is None or tile >= tokens else tile,
+            "heads_per_stage": None if heads == per_rank else heads,
+        }
+        stack = Stack(**{**fields, **shared, **pinned, "engine": "module"})
+        if stack not in seen and not stack.violations(hardware.count):
+            seen.add(stack)
+            yield stack
+
+
+def _shared(job: Job, hardware: Hardware, pinned: dict[str, Any]) -> dict[str, int] | None:
+    """How GPUs share a sequence: as few as rows of a micro-batch allow, each row with a group of its own; in a group by heads as
+    far as those and a machine go, then by a ring."""
+    world, most = hardware.count, min(hardware.ranks_per_node, job.model.heads)
+    ways = [
+        (ulysses, ring)
+        for ulysses in ([pinned["ulysses"]] if "ulysses" in pinned else range(1, most + 1))
+        for ring in ([pinned["ring"]] if "ring" in pinned else range(1, world // ulysses + 1))
+        if world % (ulysses * ring) == 0 and job.batch % (world // (ulysses * ring)) == 0
+    ]
+    if not ways:
+        return None
+    ulysses, ring = min(ways, key=lambda way: (way[0] * way[1], way[1]))
+    return {"ulysses": ulysses, "ring": ring}
+
+
+def _words(stack: Stack) -> str:
+    names = ("recompute", "store", "tile", "heads_per_stage")
+    return " ".join(f"{name}={stack.words(name)}" for name in names)
+
+
+def longest(look: Callable[[int], Plan], ranks: int, step: int) -> Plan:
+    """The plan of the longest context that fits, in multiples of `step`: memory grows evenly with it, so two counts tell where it
+    meets the budget, and the last two show that it fits there and not one step further."""
+    tried: dict[int, Plan] = {}
+    at = ranks
+    while True:
+        tried[at] = look(at * step)
+        fits = max((n for n, plan in tried.items() if plan.fits), default=0)
+        fails = min((n for n, plan in tried.items() if not plan.fits), default=None)
+        if fails is not None and fails - fits <= 1:
+            return tried[fits or fails]
+        most = 2**30 // step if fails is None else fails - 1
+        at = (fits + most + 1) // 2 if len(tried) > GUESSES else min(max(_guess(tried), fits + 1), most)
+        if at in tried:  # as long as any
+            return tried[fits]
+
+
+def _guess(tried: dict[int, Plan]) -> int:
+    """Where the fullest of the budgets is full, by a line through the shortest and the longest."""
+    a, b = min(tried), max(tried)
+    x, y = (max(tried[n].shares.values()) for n in (a, b))
+    if x == y:
+        return 4 * b if x <= 1 else a // 4
+    return int(a + (1 - x) * (b - a) / (y - x))
