@@ -11,6 +11,7 @@ from .plan import Plan
 def reasons_of(plan: Plan, pinned: dict[str, Any], kernel: str | None) -> list[tuple[str, Any, str]]:
     """One reason for each field of the stack that matters. pinned: fields that were given. kernel: the one that was given."""
     stack, gpu = plan.stack, plan.hardware.gpu
+    tried = "" if plan.predicted else ", of a few that are tried"
     reasons = []
 
     def because(name: str, why: str) -> None:
@@ -40,9 +41,9 @@ def reasons_of(plan: Plan, pinned: dict[str, Any], kernel: str | None) -> list[t
     }[stack.offload]
     because("store", why + ("; there is no room for the others" if isinstance(stack.store, tuple) else ""))
     if stack.tile is not None or "tile" in pinned:
-        because("tile", "the longest tiles that fit: norms, MLP and loss hold one tile at a time")
+        because("tile", f"the longest tiles that fit{tried}: norms, MLP and loss hold one tile at a time")
     if stack.heads_per_stage is not None or "heads_per_stage" in pinned:
-        why = "as many heads at a time as fit: attention buffers follow it"
+        why = f"as many heads at a time as fit{tried}: attention buffers follow it"
         if isinstance(stack.recompute, tuple):
             why = "attention buffers follow it; more heads at a time would leave room for fewer attention outputs"
         because("heads_per_stage", why)
