@@ -81,6 +81,14 @@ def test_a_slice_has_the_first_layers_and_their_lists():
     assert shortened(preset_config("olmo3_7b"), 4).layer_types == ["sliding_attention"] * 3 + ["full_attention"]
 
 
+def test_layers_with_heads_of_their_own_count_with_the_largest():
+    config = smallest("gemma4_text")
+    sizes = {layer["head_dim"] for layer in config.to_dict()["per_layer_config"].values()} | {
+        config.to_dict()["head_dim"]
+    }
+    assert len(sizes) > 1 and attention_of(config)[0] == max(sizes)
+
+
 # -- the plan ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ What is refused when such a model is prepared is refused here, for the same reas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,7 @@ def own_sizes(config: Any, name: str) -> ModelSizes:
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    decoder, text = read_own(model), config.get_text_config()
+    decoder, text = read_own(model), _widest(config.get_text_config())
     require_proof(decoder)
     layers, heads = len(decoder.layers), _largest(text.num_attention_heads)
     head_dim, windows = attention_of(config)
@@ -60,12 +61,26 @@ def own_sizes(config: Any, name: str) -> ModelSizes:
 
 def attention_of(config: Any) -> tuple[int, list[int | None]]:
     """What its attention kernels are asked for, as far as the config names it: the size of a head, and the window of each layer."""
-    text = config.get_text_config()
+    text = _widest(config.get_text_config())
     if not getattr(text, "num_attention_heads", None):
         raise ValueError(
             f"the config of {config.model_type} names no attention heads, so it cannot run with our attention"
         )
     return max(head_sizes(text)), layer_windows(text)
+
+
+def _widest(text: Any) -> Any:
+    """The same config, with one size of each kind: the largest, where layers have sizes of their own (Gemma 4)."""
+    layers = (text.to_dict().get("per_layer_config") or {}).values()
+    sizes = {name: value for layer in layers for name, value in layer.items() if isinstance(value, int)}
+    if not sizes:
+        return text
+    text = deepcopy(text)
+    text.allow_global_per_layer_attribute_access = True
+    for name in sizes:
+        own = [layer[name] for layer in layers if name in layer]
+        setattr(text, name, max([getattr(text, name, None) or 0, *own]))
+    return text
 
 
 def _largest(value: Any) -> int:
