@@ -18,9 +18,9 @@ pytest.importorskip("trl")
 SAVING = dict(save_strategy="steps", save_steps=5, save_total_limit=2)
 CASES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
     "trainer, ulysses": (hf_trainer, 2, dict(ulysses=2), {}),
-    "trainer, ulysses × data": (hf_trainer, 4, dict(ulysses=2), dict(max_steps=6)),
+    "trainer, ulysses × data": (hf_trainer, 4, dict(ulysses=2), dict(max_steps=4)),
     "trainer, ring, smoothed": (hf_trainer, 2, dict(ring=2), dict(label_smoothing_factor=0.1, max_steps=4)),
-    "sft, ring": (sft_trainer, 2, dict(ring=2, recompute="layer"), dict(max_steps=10)),
+    "sft, ring": (sft_trainer, 2, dict(ring=2, recompute="layer"), dict(max_steps=4)),
     "sft, ulysses × data, packed": (sft_trainer, 4, dict(ulysses=2), dict(packing=True, max_steps=5)),
     "sft, lora": (sft_trainer, 2, dict(ulysses=2), dict(lora=True, max_steps=4, optim="sgd")),
     "sft, experts": (sft_trainer, 2, dict(ulysses=2), dict(preset="qwen3_moe", packing=True, max_steps=3)),

@@ -85,10 +85,13 @@ def test_rope_scaling(workers, kind):
     assert [item.name for item in items if not item.ok] == []
 
 
+SHAPES = [(32, 8, 2), (16, 8, 4), (6, 3, 4), (5, 1, 4), (8, 8, 3), (12, 2, 8)]
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "ulysses"), [(32, 8, 2), (16, 8, 4), (6, 3, 4), (5, 1, 4), (8, 8, 3), (12, 2, 8)]
+    ("heads", "kv_heads", "ulysses", "heads_per_stage"),
+    [(*shape, n) for i, shape in enumerate(SHAPES) for n in ((None, 3) if i % 2 else (1,))],
 )
-@pytest.mark.parametrize("heads_per_stage", [None, 1, 3])
 def test_odd_heads(workers, heads, kv_heads, ulysses, heads_per_stage):
     """Head counts that break the published order, and counts that divide by nothing."""
     changes = (("num_attention_heads", heads), ("num_key_value_heads", kv_heads), ("hidden_size", 8 * heads))

@@ -29,19 +29,19 @@ K, M = 2**10, 2**20
 LONG = os.environ.get("ITHACA_PLANS") == "long"  # make plans
 CASES = [
     ("llama32_1b", 16 * K, 1, Stack(recompute="none", tile=None, shard_parameters=False), 0, "fa4"),
-    ("llama32_3b", 128 * K, 1, Stack(heads_per_stage=12, store="host", tile=32768), 0, "cudnn"),
     ("llama3_8b", 512 * K, 8, Stack(ulysses=8, heads_per_stage=1, store="host", tile=16384), 0, "fa4"),
     # upper layers on the GPU beside a store; and where backward gathers the embedding ahead of its first layer
     ("llama3_8b", 64 * K, 4, Stack(ulysses=4, store="1 host + 2 gpu", hold=False, recompute="layer"), 0, "fa4"),
-    ("llama3_8b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 0, "fa4"),
     ("llama3_8b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 16, "fa4"),
-    ("mistral_7b", 256 * K, 8, Stack(ulysses=8, recompute="layer", tile=16384), 0, "flash"),
     # where the embedding's gradient is the largest; where the second tile of the loss is a short one
     ("llama3_8b", 8 * K, 8, Stack(ulysses=8), 0, "fa4"),
     ("qwen3_32b", 64 * K, 16, Stack(ulysses=8, ring=2), 0, "fa4"),
 ]  # fmt: skip
 if LONG:
     CASES += [
+        ("llama3_8b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 0, "fa4"),
+        ("mistral_7b", 256 * K, 8, Stack(ulysses=8, recompute="layer", tile=16384), 0, "flash"),
+        ("llama32_3b", 128 * K, 1, Stack(heads_per_stage=12, store="host", tile=32768), 0, "cudnn"),
         ("llama32_1b", 64 * K, 1, Stack(tile=16384), 0, "fa4"),
         ("llama3_8b", 512 * K, 8,
          Stack(ulysses=8, heads_per_stage=1, tile=16384, store="host", engine="composed", recompute="layer"), 0, "fa4"),

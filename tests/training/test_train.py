@@ -61,13 +61,13 @@ def test_the_layout_does_not_change_the_losses(workers: Workers, tmp_path: Path,
 
 
 def test_other_ranks_go_on_with_the_next_samples(workers: Workers, tmp_path: Path, straight: list):
-    for steps, stack in zip((3, 5, 7, 8, 10), ("four", "three", "five", "alone", "two"), strict=True):
+    for steps, stack in zip((3, 7, 10), ("three", "alone", "five"), strict=True):
         run(workers, tmp_path, stack, steps)
     found = run(workers, tmp_path, "eight", STEPS)
     assert losses(found) == pytest.approx(losses(straight), rel=1e-4)
     assert [line["samples"] for line in found if "loss" in line] == [4 * step for step in range(1, STEPS + 1)]
     assert [line["event"] for line in found if "event" in line] == [
-        "start", "save", *["resume", "save"] * 5
+        "start", "save", *["resume", "save"] * 3
     ]  # fmt: skip
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-10", "step-12"]
 
