@@ -71,9 +71,8 @@ class OwnDecoder:
     configs: list[Any]
     tiles: bool = True  # layers have parts that treat tokens alike, as a proof has shown
     tile: int | None = None
-    blank: float | None = (
-        None  # stands for what those parts made, when a layer runs again and nobody looks at it, as a proof has shown
-    )
+    # stands for what those parts made when a layer runs again, where a proof has shown that nobody looks at it
+    blank: float | None = None
     wide_angles: bool = True  # its rotary modules bear being computed in float64
     norms: tuple[str, ...] = ()  # classes of norms that are torch's own rms_norm, as a proof has shown
     running: Running | None = None

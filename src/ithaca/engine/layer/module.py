@@ -33,12 +33,11 @@ from .heads import to_heads_first, to_tokens_first
 module_holds(__name__, "kept")
 
 Kept = tuple[Tensor, list[Tensor]]  # an attention's output [B, s, H, D] and the lse of each stage
-_call: ContextVar[ModuleCall | None] = ContextVar(
-    "call", default=None
-)  # the layer that is being computed, in this thread
+_call: ContextVar[ModuleCall | None] = ContextVar("call", default=None)
 
 
 def running_call() -> ModuleCall | None:
+    """The layer that is being computed, in this thread."""
     return _call.get()
 
 
@@ -284,7 +283,7 @@ class TiledModule(torch.autograd.Function):
     def forward(ctx, x: Tensor, forward: Callable[[Tensor], Any], tile: int, *parameters: Tensor):
         ctx.forward, ctx.tile, ctx.parameters = forward, tile, parameters
         ctx.save_for_backward(x)
-        call = _call.get()
+        call = running_call()
         made = None if call is None else call.made_before(x.device)
         if made is None:
             results = [forward(x[:, part].contiguous()) for part in tiles(x.shape[1], tile)]
