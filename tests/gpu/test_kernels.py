@@ -8,6 +8,7 @@ import torch
 from ithaca.base.kernels import SCORES
 from ithaca.engine.attention.backends import BACKENDS
 from ithaca.engine.attention.choice import Kernels, Need
+from ithaca.engine.attention.kernel import merge
 from ithaca.engine.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
 from ithaca.engine.attention.sinks import sink_gradient, with_sink
 from ithaca.engine.sequence import Layout, document_bounds
@@ -205,6 +206,30 @@ def test_values_of_another_size_and_chunks(name, size, value_dim, window, chunk)
     tokens = torch.arange(513)
     seen = visible(tokens, tokens, bounds[0], window, chunk)[None]
     compare(made, tensors(1, 6, 2, 513, size, value_dim), plan, seen)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 2), (1, 300), (2, 1), (65, 1)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_small_blocks_of_longer_rows(name, queries, keys):
+    """As a ring has them: output and lse are those of the whole row."""
+    made = kernel(name, 64, False)
+    q, k, v, dout = tensors(1, 6, 2, 513, 64)
+    q, dout = q[:, :, :queries].contiguous(), dout[:, :, :queries].contiguous()
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    scores = leaves[0] @ leaves[1].repeat_interleave(3, 1).mT / 8
+    right = scores.softmax(-1) @ leaves[2].repeat_interleave(3, 1)
+    grads = torch.autograd.grad(right, leaves, dout.double())
+    how = dict(causal=False, scale=0.125, window=None)
+    blocks = [[t[:, :, part].contiguous() for t in (k, v)] for part in (slice(keys), slice(keys, None))]
+    out, lse = merge(*(made.forward(q, *block, **how) for block in blocks))
+    assert distance(out, right.detach()) < LIMIT and distance(lse, scores.logsumexp(-1).detach()) < 1e-5
+    parts = [made.backward(dout, q, *block, out.bfloat16(), lse, **how) for block in blocks]
+    ours = (
+        parts[0][0].float() + parts[1][0],
+        *(torch.cat(pair, 2) for pair in zip(parts[0][1:], parts[1][1:], strict=True)),
+    )
+    for mine, theirs in zip(ours, grads, strict=True):
+        assert distance(mine, theirs) < 2 * LIMIT  # of the sum of two that were rounded
 
 
 @pytest.mark.parametrize("window", [None, 40])

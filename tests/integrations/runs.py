@@ -27,7 +27,13 @@ def launched() -> Iterator[int]:
     from accelerate.state import AcceleratorState, GradientState
 
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    local = rank % max(1, torch.cuda.device_count())  # ranks may share a GPU
+    said = {
+        "RANK": rank,
+        "LOCAL_RANK": local if torch.cuda.is_available() else rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+    }
     before = dict(os.environ)
     if world > 1:
         os.environ.update({name: str(value) for name, value in said.items()})

@@ -40,7 +40,8 @@ def test_bf16(ranks: Workers, tmp_path: Path):
         for bf16 in (False, True)
     )
     saving = dict(save_strategy="steps", save_steps=10)
-    ours = ranks.run(train, hf_trainer, str(tmp_path), dict(ulysses=2), world=2, use_cpu=False, bf16=True, **saving)
+    folder = str(tmp_path / "ours")
+    ours = ranks.run(train, hf_trainer, folder, dict(ulysses=2), world=2, use_cpu=False, bf16=True, **saving)
     far, limit = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in (ours[0]["loss"], theirs))
     assert ours[0]["loss"] == ours[1]["loss"] and far <= 2 * limit, (far, limit)
     assert ours[0]["files"] == ["checkpoint-10", "checkpoint-20"]

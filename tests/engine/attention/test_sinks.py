@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ithaca.engine.attention.backends import Cpu
+from ithaca.engine.attention.backends import Cpu, Cudnn
 from ithaca.engine.attention.formula import Math
 from ithaca.engine.attention.sinks import sink_gradient, with_sink
 
@@ -42,6 +42,19 @@ def test_output_and_every_gradient(kernel):
     ours = *kernel().backward(dout, q, k, v, out, lse, **how), sink_gradient(dout, out, lse, sink)
     for mine, theirs in zip(ours, grads, strict=True):
         assert mine.shape == theirs.shape and distance(mine, theirs) < 1e-10
+
+
+def test_one_score_where_it_is_not_the_whole_row():
+    """cuDNN takes no block of one query and one key, so it is done here: its weight is what the row's lse says."""
+    q, k, v, dout, sink = (t.float()[..., :1, :] if t.dim() == 4 else t.float() for t in tensors())
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    score = (leaves[0] * leaves[1].repeat_interleave(3, 1)).sum(-1) * 0.5
+    share = (score - torch.logaddexp(score, sink[:, None])).exp()[..., None]
+    grads = torch.autograd.grad(share * leaves[2].repeat_interleave(3, 1), leaves, dout)
+    how = dict(causal=False, scale=0.5, window=None)
+    out, lse = with_sink(*Cudnn().forward(q, k, v, **how), sink)
+    for mine, theirs in zip(Cudnn().backward(dout, q, k, v, out, lse, **how), grads, strict=True):
+        assert distance(mine, theirs) < 1e-6
 
 
 def test_half_precision_is_rounded_once():

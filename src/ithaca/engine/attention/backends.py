@@ -121,8 +121,7 @@ class Cudnn:
         """One call, or one for each tile of queries."""
         if q.shape[2] == k.shape[2] == 1:  # cuDNN refuses 1 × 1; the softmax of one score is 1
             group = q.shape[1] // k.shape[1]
-            scores = (q.float() * k.repeat_interleave(group, 1).float()).sum(-1) * scale
-            return v.repeat_interleave(group, 1), scores
+            return v.repeat_interleave(group, 1), _one_score(q, k, scale)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if self.query_tile is None or q.shape[2] < 2 * self.query_tile:
             return self._forward(q, k, v, causal, scale)
@@ -162,8 +161,14 @@ class Cudnn:
 
     def _backward(self, dout, q, k, v, out, lse, causal, scale):
         group = q.shape[1] // k.shape[1]
-        if q.shape[2] == k.shape[2] == 1:
-            return torch.zeros_like(q), torch.zeros_like(k), _narrow(dout, group)
+        if (
+            q.shape[2] == k.shape[2] == 1
+        ):  # with other blocks of its row, or a sink, the weight of one score is less than 1
+            weight = (_one_score(q, k, scale) - lse).exp()[..., None]
+            wide_k, wide_v = (t.repeat_interleave(group, 1).float() for t in (k, v))
+            slope = weight * (dout.float() * (wide_v - out.float())).sum(-1, keepdim=True) * scale
+            dq, dk, dv = slope * wide_k, _narrow(slope * q.float(), group), _narrow(weight * dout.float(), group)
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
         dout, q, k, v, out = (t.contiguous() for t in (dout, q, k, v, out))
         none = q.new_empty(0)  # stands for the dropout seed, which is not read without dropout
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -374,6 +379,11 @@ def _calls(q: Tensor, k: Tensor, limit: int) -> list[tuple[tuple[slice, slice], 
                 heads = slice(start, min(start + fit, (head + 1) * group))
                 calls.append(((slice(row, row + 1), heads), (slice(row, row + 1), slice(head, head + 1))))
     return calls
+
+
+def _one_score(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Of one query and one key, [B, H, 1]."""
+    return (q.float() * k.repeat_interleave(q.shape[1] // k.shape[1], 1).float()).sum(-1) * scale
 
 
 def _narrow(grad: Tensor, group: int) -> Tensor:

@@ -88,7 +88,11 @@ def _time(profile: dict[str, Any], gpu: bool) -> list[str]:
     line = f"  time    {seconds(profile['seconds'])} a step (median of {len(profile['steps'])}), {rate}"
     if gpu:
         planned = profile["planned"]
-        line += f" per GPU; planned {seconds(planned['step'])}, {planned['tokens_per_second']:,.0f} tokens/s"
+        line += " per GPU; " + (
+            "no time is planned without arithmetic of the model"
+            if planned["step"] is None
+            else f"planned {seconds(planned['step'])}, {planned['tokens_per_second']:,.0f} tokens/s"
+        )
     lines = [line]
     if profile["rank_of"] > 1:
         lines.append("          one rank without its peers: communication takes no time")
