@@ -27,13 +27,8 @@ def launched() -> Iterator[int]:
     from accelerate.state import AcceleratorState, GradientState
 
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    local = rank % max(1, torch.cuda.device_count())  # ranks may share a GPU
-    said = {
-        "RANK": rank,
-        "LOCAL_RANK": local if torch.cuda.is_available() else rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-    }
+    local = rank % (torch.cuda.device_count() or world)  # ranks may share a GPU
+    said = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     before = dict(os.environ)
     if world > 1:
         os.environ.update({name: str(value) for name, value in said.items()})
