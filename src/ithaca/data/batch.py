@@ -69,6 +69,7 @@ def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: 
         longest=max(max(lengths) for lengths in documents),
         supervised=supervised,
         tokens=len(indices) * length,
+        documents_of_rows=[len(lengths) for lengths in documents],
     )
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from ..stack import Stack, require
@@ -31,8 +34,27 @@ class Batch:
     longest: int  # longest document, in tokens: what rotary settings that depend on the length look at
     supervised: int  # supervised tokens of the whole batch, over all ranks
     tokens: int  # real tokens of the whole batch, over all ranks
+    documents_of_rows: list[int] = field(default_factory=list)  # how many each row of the whole batch has
+    weights: Tensor | None = None  # [b, s], of the labels, float32
     fold: int = 1  # rows that stand for the ranks of one sequence, in a proof
     plans: dict[tuple[int | None, int | None], list[Plan]] = field(default_factory=dict)
+
+    @cached_property
+    def asked(self) -> Tensor:
+        """Places of this rank's tokens that have a label, in [b · s]."""
+        return (self.labels.flatten() != IGNORE).nonzero()[:, 0]
+
+    def document_of_tokens(self, mesh: Mesh) -> Tensor:
+        """[b, s]: number of the document of each token, counted over all rows of the whole batch. What is behind the end of a row
+        belongs to its last document."""
+        rows, first = len(self.input_ids), len(self.documents_of_rows) // mesh.data.size * mesh.data.rank
+        where = self.layout.tokens(mesh.ring.rank, mesh.ulysses.rank)
+        numbers = torch.empty(rows, len(where), dtype=torch.int64)
+        for row in range(rows):
+            before = sum(self.documents_of_rows[: first + row])
+            ends = [] if self.documents is None else list(accumulate(self.documents[row]))[:-1]
+            numbers[row] = before + torch.bucketize(where, torch.tensor(ends, dtype=torch.int64), right=True)
+        return numbers.to(mesh.device)
 
     def plans_for(self, window: int | None, mesh: Mesh, chunk: int | None = None) -> list[Plan]:
         """One plan per ring step, made once per batch, window and chunk."""
@@ -60,6 +82,7 @@ def shard_batch(
     input_ids: Tensor,
     labels: Tensor | None,
     documents: Sequence | Tensor | None,
+    weights: Tensor | None = None,
     *,
     mesh: Mesh,
     stack: Stack,
@@ -67,10 +90,12 @@ def shard_batch(
 ) -> Batch:
     """This rank's slice of a global batch (see `Run.shard`)."""
     _check_batch(input_ids, labels, mesh, vocabulary)
+    _check_weights(weights, input_ids)
     rows, length = input_ids.shape
     lengths = read_documents(documents, rows, length)
     input_ids, labels = (t.long() for t in (input_ids, input_ids if labels is None else labels))
     labels = shift_labels(labels, lengths, IGNORE)
+    shifted = None if weights is None else shift_labels(weights.float(), lengths, 0)
     supervised = int((labels != IGNORE).sum())
     if supervised == 0:
         raise ValueError(
@@ -100,7 +125,23 @@ def shard_batch(
         longest=length if lengths is None else max(max(row) for row in lengths),
         supervised=supervised,
         tokens=rows * length,
+        documents_of_rows=[1] * rows if lengths is None else [len(row) for row in lengths],
+        weights=None if shifted is None else shifted[own].cpu()[:, take].masked_fill(~real, 0.0).to(device),
     )
+
+
+def _check_weights(weights: Tensor | None, input_ids: Tensor) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Tensor) or weights.shape != input_ids.shape:
+        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(
+            f"weights is {found}, but input_ids has shape {tuple(input_ids.shape)}; pass the weight of each label in a tensor of "
+            "that shape"
+        )
+    if not bool(weights.isfinite().all()):
+        row, at = (~weights.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"weights[{row}, {at}] is {float(weights[row, at])}; weights of labels are finite numbers")
 
 
 def _check_batch(input_ids: Tensor, labels: Tensor | None, mesh: Mesh, vocabulary: int) -> None:

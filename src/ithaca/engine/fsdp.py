@@ -10,6 +10,8 @@ A model built on the meta device is sharded first and filled afterwards, shard b
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +72,18 @@ def _free_what_stays(root: nn.Module, kept: list[Any]) -> None:
 
     root.register_forward_pre_hook(free, prepend=True)  # before FSDP2's own hook, which gathers
     root.register_forward_hook(after)
+
+
+@contextmanager
+def shown_whole(*modules: nn.Module) -> Iterator[None]:
+    """Inside of a backward that computes by these modules again: what FSDP2 has gathered for them, instead of their shards."""
+    for parameter in (parameter for module in modules for parameter in _sharded(module)):
+        parameter._setattr_on_modules(parameter.unsharded_param)
+    try:
+        yield
+    finally:
+        for module in modules:
+            _show_shards(module)
 
 
 def _show_shards(module: nn.Module) -> None:

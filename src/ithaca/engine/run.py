@@ -29,7 +29,7 @@ from .attention.stages import Shape, StagedAttention
 from .batch import Batch, shard_batch
 from .comm import total
 from .cost import RankCost
-from .fsdp import recover
+from .fsdp import recover, shown_whole
 from .job import Job
 from .layer.apply import run_layer
 from .layer.call import LayerCall
@@ -41,7 +41,8 @@ from .model.fingerprint import Fingerprint
 from .model.projection import bind_linear
 from .model.rope import Positions
 from .model.sizes import sizes_of
-from .objective.cross_entropy import LossKernel, LossTerms, cap, tiled_loss, tiled_scores
+from .objective.cross_entropy import LossKernel, LossTerms, cap, tiled_loss
+from .objective.log_probs import Question, Scored, tiled_log_probs
 from .offload.store import GpuStore, Store
 from .own import OwnDecoder
 from .own_time import OwnTime
@@ -86,16 +87,23 @@ class Run:
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def shard(
-        self, input_ids: Tensor, labels: Tensor | None = None, documents: Sequence | Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        documents: Sequence | Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Batch:
         """This rank's slice of a global [B, S] batch; every rank passes the same tensors.
 
         labels: [B, S], -100 where not supervised; None = every token is (labels are shifted here, so pass input_ids
         as they are). documents: lengths of the packed documents of each row; tokens attend inside their document only.
+        weights: [B, S], what the cross-entropy of each label is multiplied by in `loss`, which is still divided by the count of
+        labels; None = 1 each. They belong to the labels and are shifted with them.
         """
         return shard_batch(
-            input_ids, labels, documents, mesh=self.mesh, stack=self.stack, vocabulary=self.decoder.config.vocab_size
-        )
+            input_ids, labels, documents, weights,
+            mesh=self.mesh, stack=self.stack, vocabulary=self.decoder.config.vocab_size,
+        )  # fmt: skip
 
     # -- computation --------------------------------------------------------------------------------------------------
 
@@ -127,10 +135,50 @@ class Run:
         local_loss: Tensor = self.decoder.model(Request(lambda: self._local_loss(batch, count, terms, balance)))
         self.busy = False
         self.part = local_loss.detach()
-        if torch.is_grad_enabled() and not local_loss.requires_grad:
-            local_loss = _Frozen.apply(local_loss, torch.zeros((), requires_grad=True))  # pyright: ignore[reportAssignmentType]
+        (loss,) = self._leave(local_loss)
+        return self._total(loss)
+
+    def logprobs(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probabilities of the labels of this rank's tokens, [b, s], in float32 (float64 of a float64 model); 0 where there is
+        no label. With `entropy` also that of each token's distribution. Of logits / temperature.
+
+        Differentiable, with any gradient: backward leaves the gradients of the sum of what all ranks differentiate, each for its
+        own tokens. `by_document` makes numbers of the whole batch of them, the same on every rank: a loss of those is
+        right as it is. Experts' balance loss is not in it.
+        """
+        if not 0.0 < temperature < float("inf"):
+            raise ValueError(
+                f"temperature={temperature} must be a finite number above 0; 1.0 leaves the logits as they are"
+            )
+        scored = self._score(batch, temperature, "these log-probabilities cannot be computed")
+        logprobs, of_tokens = self._leave(scored.logprobs, scored.entropy)
+        return (logprobs, of_tokens) if entropy else logprobs
+
+    def by_document(self, batch: Batch, values: Tensor) -> Tensor:
+        """Sums of this rank's `values` [b, s] over the tokens of each document, [documents of the whole batch], row by row and the
+        same on every rank. Without documents a row is one. Differentiable; collective."""
+        if values.shape != batch.labels.shape:
+            raise ValueError(
+                f"values has shape {tuple(values.shape)}, but this rank's tokens are {tuple(batch.labels.shape)}; pass what "
+                "logprobs(batch) gave, or a function of it, token by token"
+            )
+        sums = values.new_zeros(sum(batch.documents_of_rows))
+        sums = sums.index_add(0, batch.document_of_tokens(self.mesh).flatten(), values.flatten())
+        return self._total(sums)
+
+    def _total(self, value: Tensor) -> Tensor:
+        """Over all ranks. Every rank goes on alike with the sum, and differentiates its own part of it."""
+        return _Total.apply(value, self)  # pyright: ignore[reportReturnType]
+
+    def _leave(self, *local: Tensor) -> tuple[Tensor, ...]:
+        """What a forward made, to be differentiated by the caller."""
+        if torch.is_grad_enabled() and not any(t.requires_grad for t in local):
+            nothing = torch.zeros((), requires_grad=True)
+            return tuple(_Frozen.apply(t, nothing) for t in local)  # pyright: ignore[reportReturnType]
         shards = [] if self.mesh.parameters is None else [p for p in self.model.parameters() if p.requires_grad]
-        return _GlobalSum.apply(local_loss, self, *shards)  # pyright: ignore[reportReturnType]
+        return _Leaving.apply(self, len(local), *local, *shards)  # pyright: ignore[reportReturnType]
 
     def _violations(self) -> list[str]:
         """What has changed since `prepare`, and modes of torch in which a forward would go wrong later."""
@@ -168,28 +216,38 @@ class Run:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """For evaluation: cross-entropy of this rank's tokens and whether each label is the likeliest token, [b, s] each. One
-        forward; logits exist a tile at a time and for supervised tokens only, others have 0 and False."""
-        self._recover()
-        require(self._violations(), "these tokens cannot be scored")
+        """For evaluation: cross-entropy of this rank's tokens and whether each label is the likeliest token, [b, s] each; 0 and
+        False where there is no label."""
+        scored = self._score(batch, 1.0, "these tokens cannot be scored")
+        return -scored.logprobs, scored.hits
 
-        def compute() -> tuple[Tensor, Tensor]:
+    def _score(self, batch: Batch, temperature: float, failing: str) -> Scored:
+        """One forward; logits exist a tile at a time and for supervised tokens only."""
+        self._recover()
+        require(self._violations(), failing)
+        asked = batch.asked  # a question to the GPU: before it has work
+
+        def of_hidden(x: Tensor) -> tuple[Tensor, ...]:
+            head, weights = self._head()
+            fused = self.loss_kernel.fuses(x.device, x.dtype, LossTerms(logit_cap=self.decoder.logit_cap))
+            question = Question(
+                head, asked, batch.labels.flatten()[asked],
+                loss_tile(self.stack.tile, 1, self.decoder.config.vocab_size, fused),
+                temperature, self.decoder.logit_cap, self.loss_kernel,
+                lambda: shown_whole(self.decoder.head, self.decoder.model),
+            )  # fmt: skip
+            scored = tiled_log_probs(x, question, [p for p in weights if p.requires_grad])
+            return scored.logprobs, scored.entropy, scored.hits
+
+        def compute() -> tuple[Tensor, ...]:
             x, _ = self._hidden(batch)
-            return self.decoder.head(x, Request(lambda x: self._scores(x, batch.labels)))
+            faults.reach("fwd")
+            return self.decoder.head(x, Request(of_hidden))
 
         self.busy = True
-        scores: tuple[Tensor, Tensor] = self.decoder.model(Request(compute))
+        logprobs, entropy, hits = self.decoder.model(Request(compute))
         self.busy = False
-        return scores
-
-    def _scores(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return tiled_scores(
-            x,
-            labels,
-            self._head()[0],
-            tile=loss_tile(self.stack.tile, x.shape[0], self.decoder.config.vocab_size, fused=False),
-            logit_cap=self.decoder.logit_cap,
-        )
+        return Scored(logprobs, entropy, hits)
 
     @holds("loss")
     def _local_loss(self, batch: Batch, count: int, terms: LossTerms, balance: float | None) -> Tensor:
@@ -217,6 +275,7 @@ class Run:
                 ),
                 terms=terms,
                 scale=1.0 / count,
+                weights=batch.weights,
                 kernel=self.loss_kernel,
             )
 
@@ -363,21 +422,23 @@ class _Frozen(torch.autograd.Function):
         )
 
 
-class _GlobalSum(torch.autograd.Function):
-    """Sum over all ranks in forward, identity in backward: gradients are summed by FSDP, once.
+class _Leaving(torch.autograd.Function):
+    """The end of a forward, and the beginning of its backward: gradients are summed over ranks by FSDP, once.
 
     The shards are inputs so that autograd knows of them: FSDP2 computes on gathered copies and puts gradients into `.grad` by
     itself, in a whole backward. torch.autograd.grad would return nothing for them."""
 
     @staticmethod
-    def forward(ctx, local_loss: Tensor, run: Run, *shards: Tensor) -> Tensor:
-        ctx.run, ctx.spent, ctx.shards = run, False, len(shards)
-        return total(local_loss.detach(), run.mesh.world)
+    def forward(ctx, run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.run, ctx.spent, ctx.shards = run, False, len(tensors) - count
+        return tuple(t.detach() for t in tensors[:count])
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.spent:  # here, before FSDP2's first hook
-            raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
+            raise RuntimeError(
+                "this loss was already differentiated; call run.loss (or run.logprobs) again for another backward"
+            )
         below = ctx.next_functions[0][0]
         if below is not None and not torch._C._will_engine_execute_node(below):
             raise RuntimeError(
@@ -386,4 +447,14 @@ class _GlobalSum(torch.autograd.Function):
             )
         ctx.spent = ctx.run.busy = True
         torch.autograd.Variable._execution_engine.queue_callback(ctx.run._backward_done)
-        return grad, None, *[None] * ctx.shards
+        return None, None, *grads, *[None] * ctx.shards
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor, run: Run) -> Tensor:
+        return total(value.detach(), run.mesh.world)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None

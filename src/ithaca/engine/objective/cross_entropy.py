@@ -51,16 +51,29 @@ class LossKernel:
         able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float32) and terms.logit_cap is None
         return able and importlib.util.find_spec("triton") is not None
 
-    def __call__(self, logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool) -> TileLoss:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, weights: Tensor | None, terms: LossTerms, scale: float, learn: bool
+    ) -> TileLoss:
         """It writes the gradient over the logits, which the head's backward has no use for."""
         from .kernel import cross_entropy_in_place
 
         flat = logits.detach().flatten(0, -2)
         loss = cross_entropy_in_place(
-            flat, labels.flatten(), scale=scale, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss,
-            ignore=IGNORE, learn=learn,
+            flat, labels.flatten(), None if weights is None else weights.flatten(), scale=scale,
+            label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, ignore=IGNORE, learn=learn,
         )  # fmt: skip
         return loss, logits, flat.view(logits.shape)
+
+    def numbers(self, logits: Tensor, labels: Tensor, temperature: float, out: Tensor) -> None:
+        """Of log_probs.py: logits [t, V], labels [t] -> out [4, t]."""
+        from .kernel import numbers
+
+        numbers(logits, labels, temperature, out)
+
+    def gradient_in_place(self, logits: Tensor, labels: Tensor, temperature: float, slopes: list[Tensor]) -> None:
+        from .kernel import gradient_in_place
+
+        gradient_in_place(logits, labels, temperature, slopes)
 
 
 def tiled_loss(
@@ -72,25 +85,29 @@ def tiled_loss(
     tile: int | None,
     terms: LossTerms,
     scale: float,
+    weights: Tensor | None = None,
     kernel: LossKernel | None = None,
 ) -> Tensor:
-    """Scaled sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, head: [B, t, d] -> [B, t, V]."""
+    """Scaled sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, and their weights; head [B, t, d] -> [B, t, V]."""
     learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
-    result = _LossFunction.apply(x, labels, head, tile, terms, scale, learn, kernel or LossKernel(), *parameters)
+    kernel = kernel or LossKernel()
+    result = _LossFunction.apply(x, labels, weights, head, tile, terms, scale, learn, kernel, *parameters)
     assert isinstance(result, Tensor)
     return result
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: LossTerms, weights: Tensor | None = None) -> Tensor:
     """Plain, untiled definition of what a token costs, in fp32 at least."""
     logits = logits.flatten(0, -2)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     labels = labels.flatten()
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing)
+    losses = F.cross_entropy(
+        logits, labels, ignore_index=IGNORE, reduction="none", label_smoothing=terms.label_smoothing
+    )
     if terms.z_loss:
         log_z = torch.logsumexp(logits, -1)
-        loss = loss + terms.z_loss * torch.where(labels != IGNORE, log_z**2, 0.0).sum()
-    return loss
+        losses = losses + terms.z_loss * torch.where(labels != IGNORE, log_z**2, 0.0)
+    return losses.sum() if weights is None else (losses * weights.flatten()).sum()
 
 
 def cap(logits: Tensor, limit: float | None) -> Tensor:
@@ -98,39 +115,20 @@ def cap(logits: Tensor, limit: float | None) -> Tensor:
     return logits if limit is None else torch.tanh(logits / limit) * limit
 
 
-@torch.no_grad()
-def tiled_scores(
-    x: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], *, tile: int | None, logit_cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """For evaluation: the plain cross-entropy of every token and whether its label is the likeliest one, [B, s] each; 0 and
-    False where nothing is supervised. Such tokens never meet the head, so a question with one answer costs one row of logits.
-    """
-    losses = torch.zeros(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    hits = torch.zeros(labels.shape, dtype=torch.bool, device=x.device)
-    for at in tiles(x.shape[1], tile):
-        asked = labels[:, at] != IGNORE
-        if not bool(asked.any()):
-            continue
-        wanted = labels[:, at][asked]
-        logits = cap(head(x[:, at][asked][None]), logit_cap)[0].to(losses.dtype)
-        losses[:, at][asked] = F.cross_entropy(logits, wanted, reduction="none")
-        hits[:, at][asked] = logits.argmax(-1) == wanted
-        del logits
-    return losses, hits
-
-
 class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, labels: Tensor, head, tile, terms: LossTerms, scale, learn, kernel, *parameters: Tensor
-    ):
+        ctx, x: Tensor, labels: Tensor, weights: Tensor | None, head, tile, terms: LossTerms, scale, learn, kernel,
+        *parameters: Tensor,
+    ):  # fmt: skip
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         gradients, dx = Gradients(), torch.empty_like(x) if learn else None
         of_tile = kernel if kernel.fuses(x.device, x.dtype, terms) else _plain
         for at in tiles(x.shape[1], tile):
             with torch.set_grad_enabled(learn):
                 leaf = x[:, at].detach().requires_grad_(learn)
-                loss, output, grad = of_tile(head(leaf), labels[:, at], terms, scale, learn)
+                weight = None if weights is None else weights[:, at]
+                loss, output, grad = of_tile(head(leaf), labels[:, at], weight, terms, scale, learn)
             total += loss
             if dx is not None:
                 derivatives = differentiate([output], [grad], [leaf, *parameters])
@@ -148,9 +146,11 @@ class _LossFunction(torch.autograd.Function):
         # in place, as they are needed once; `scale` is 1 unless the caller scales the loss, and 1 rounds nothing
         dx, grads = ctx.dx.mul_(scale), [None if g is None else g.mul_(scale) for g in ctx.grads]
         ctx.dx = ctx.grads = None
-        return dx if ctx.needs_input_grad[0] else None, *[None] * 7, *grads
+        return dx if ctx.needs_input_grad[0] else None, *[None] * 8, *grads
 
 
-def _plain(logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool) -> TileLoss:
-    loss = cross_entropy_sum(cap(logits, terms.logit_cap), labels, terms) * scale
+def _plain(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, terms: LossTerms, scale: float, learn: bool
+) -> TileLoss:
+    loss = cross_entropy_sum(cap(logits, terms.logit_cap), labels, terms, weights) * scale
     return loss.detach(), loss, torch.ones_like(loss)

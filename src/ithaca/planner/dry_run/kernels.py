@@ -93,6 +93,14 @@ class DryLoss(LossKernel):
     def fuses(self, device: Any, dtype: torch.dtype, terms: LossTerms) -> bool:
         return terms.logit_cap is None and dtype in (torch.bfloat16, torch.float32)
 
-    def __call__(self, logits: Tensor, labels: Tensor, terms: LossTerms, scale: float, learn: bool) -> TileLoss:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, weights: Tensor | None, terms: LossTerms, scale: float, learn: bool
+    ) -> TileLoss:
         rows = torch.empty(labels.numel(), dtype=torch.float32)
         return rows.sum(), logits, logits.detach()
+
+    def numbers(self, logits: Tensor, labels: Tensor, temperature: float, out: Tensor) -> None:
+        pass
+
+    def gradient_in_place(self, logits: Tensor, labels: Tensor, temperature: float, slopes: list[Tensor]) -> None:
+        pass

@@ -1,0 +1,204 @@
+"""Log-probabilities and entropies of labels under any gradient from above, and their sums by document, whoever holds the tokens.
+
+The reference is the untouched model in one process, document by document.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ithaca
+from ithaca.base.processes.pool import Workers
+from ithaca.engine.model.shrink import TEXT, smallest
+from ithaca.engine.model.weights import randomize
+from ithaca.verify.presets import add_lora
+
+from .test_one_loss import DOCUMENTS, LENGTH, ROWS, labelled
+from .tiny import VOCABULARY, gradients, prepared, tiny, tokens, worst
+
+TEMPERATURE = 0.7
+
+
+def model_of(kind: str) -> Any:
+    """A preset, one with adapters, or a type of transformers that runs by its own code."""
+    if kind in ("glm4", "gpt_oss", "gemma2"):
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(smallest(kind), attn_implementation="eager")
+        return randomize(model, 1) or model
+    return add_lora(tiny("llama3"), 2) if kind == "lora" else tiny(kind)
+
+
+def batch_of(packed: bool) -> tuple[Tensor, Tensor, list[list[int]] | None, Tensor]:
+    """ids, labels, documents, and what comes from above for each label."""
+    ids = tokens(ROWS, LENGTH) % TEXT
+    weights = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(5))
+    return ids, labelled(ids), DOCUMENTS if packed else None, weights
+
+
+def objective(sums: Tensor, weighted: Tensor) -> Tensor:
+    """Of the documents' log-probabilities something that is not a sum, as preferences are, and of tokens any combination."""
+    return -F.logsigmoid(0.1 * (sums[1:] - sums[:-1])).sum() + weighted.sum()
+
+
+def reference(kind: str, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    model = model_of(kind)
+    ids, labels, documents, weights = batch_of(packed)
+    sums, weighted = [], []
+    for row in range(ROWS):
+        start = 0
+        for length in documents[row] if documents else [LENGTH]:
+            part = slice(start, start + length)
+            start += length
+            scores = (model(ids[row : row + 1, part], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+            target, above = labels[row, part][1:], weights[row, part][1:]
+            keep = target != -100
+            logprobs = scores.gather(1, target.clamp(min=0)[:, None])[:, 0]
+            entropy = -(scores.exp() * scores).sum(-1)
+            sums.append(logprobs[keep].sum())
+            weighted.append((above * logprobs + above.square() * entropy)[keep].sum())
+    loss = objective(torch.stack(sums), torch.stack(weighted))
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+def step(kind: str, stack: dict[str, Any], packed: bool) -> tuple[Tensor, Any]:
+    run = ithaca.prepare(model_of(kind), ithaca.Stack(**stack), device="cpu")
+    ids, labels, documents, weights = batch_of(packed)
+    batch = run.shard(ids, labels=labels, documents=documents, weights=weights)
+    logprobs, entropy = run.logprobs(batch, temperature=TEMPERATURE, entropy=True)
+    assert bool((logprobs[batch.labels == -100] == 0).all()) and bool((entropy[batch.labels == -100] == 0).all())
+    above = batch.weights
+    assert above is not None
+    weighted = run.by_document(batch, above * logprobs + above.square() * entropy)
+    loss = objective(run.by_document(batch, logprobs), weighted)
+    loss.backward()
+    found = {name: grad for name, grad in gradients(run).items() if bool(grad.any())}
+    return loss.detach(), found if run.mesh.world.rank == 0 else None
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
+    "1": ("llama3", 1, dict(), True),
+    "1, whole": ("llama3", 1, dict(shard_parameters=False, tile=None, recompute="none"), False),
+    "2 data, a rank without a label": ("llama3", 2, dict(tile=7), True),
+    "2 ring": ("gemma3", 2, dict(ring=2, tile=7, store="host"), True),
+    "4 = 2 ulysses × 2 ring": ("llama3", 4, dict(ulysses=2, ring=2, heads_per_stage=1, tile=5), True),
+    "4 = 2 ulysses × 2 data": ("qwen3", 4, dict(ulysses=2, store="host"), False),
+    "4 replicas": ("olmo2", 4, dict(replicate=4), True),
+    "8 = 4 ulysses × 2 ring": ("mistral", 8, dict(ulysses=4, ring=2), True),
+    "experts": ("qwen3_moe", 2, dict(ulysses=2, recompute="layer"), True),
+    "adapters": ("lora", 2, dict(ulysses=2, store="host"), True),
+    "own code": ("glm4", 2, dict(ulysses=2), True),
+    "own code, sinks": ("gpt_oss", 4, dict(ulysses=2, ring=2), False),
+    "own code, capped": ("gemma2", 2, dict(ring=2, tile=9), False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity(workers: Workers, name: str):
+    kind, world, stack, packed = CASES[name]
+    loss, theirs = reference(kind, packed)
+    answers = workers.run(step, kind, stack, packed, world=world)
+    assert all(torch.equal(value, answers[0][0]) for value, _ in answers)
+    assert abs(float(answers[0][0] - loss)) <= 1e-5 * abs(float(loss))
+    assert len(theirs) > 8 and worst(answers[0][1], theirs) <= 1e-5
+
+
+# -- in one process ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_sum_is_the_loss_and_score_says_the_same():
+    run = prepared(tile=8)
+    ids = tokens(2)
+    batch = run.shard(ids)
+    logprobs = run.logprobs(batch)
+    assert isinstance(logprobs, Tensor)
+    assert float(-logprobs.detach().sum() / batch.supervised) == pytest.approx(
+        float(run.loss(batch).detach()), rel=1e-6
+    )
+    losses, _ = run.score(batch)
+    assert torch.equal(losses, -logprobs.detach()) and not losses.requires_grad
+    likeliest = run.logits(batch).argmax(-1)
+    batch.labels[batch.labels != -100] = likeliest[batch.labels != -100]
+    batch.labels[0, 30] = (batch.labels[0, 30] + 1) % VOCABULARY
+    hits = run.score(batch)[1]
+    assert torch.equal(hits, likeliest == batch.labels) and int(hits.sum()) == batch.supervised - 1
+
+
+def test_weights_of_labels():
+    """As the same tokens counted so often."""
+    ids, weights = tokens(2), torch.randint(0, 4, (2, 48), generator=torch.Generator().manual_seed(1)).float()
+    run = prepared(tile=8)
+    batch = run.shard(ids, weights=weights)
+    loss = run.loss(batch, label_smoothing=0.1, z_loss=1e-3)
+    loss.backward()
+    model = tiny("llama3")
+    logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    each = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none", label_smoothing=0.1)
+    each = each + 1e-3 * logits.logsumexp(-1) ** 2
+    right = (each * weights[:, 1:].flatten()).sum() / (2 * 47)
+    right.backward()
+    assert float(loss.detach()) == pytest.approx(float(right.detach()), rel=1e-6)
+    assert worst(gradients(run), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}) <= 1e-5
+    halved = run.loss(batch, supervised=4 * 47, label_smoothing=0.1, z_loss=1e-3)
+    assert float(halved.detach()) == pytest.approx(float(loss.detach()) / 2, rel=1e-6)
+
+
+def test_two_forwards_and_one_backward():
+    """As a loss of two batches has it, with the store between."""
+    halves = tokens(2).chunk(2)
+    run = prepared(store="host", tile=8)
+    batches = [run.shard(half) for half in halves]
+    first, second = (run.logprobs(batch) for batch in batches)
+    assert isinstance(first, Tensor) and isinstance(second, Tensor)
+    (first.sum() * second.sum() / 1e3).backward()
+    model = tiny("llama3")
+    sums = [-model(half, labels=half, use_cache=False).loss * 47 for half in halves]
+    (sums[0] * sums[1] / 1e3).backward()
+    assert worst(gradients(run), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}) <= 1e-5
+
+
+def test_logits_of_one_tile():
+    run, seen = prepared(tile=4), []
+    run.decoder.norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    logprobs = run.logprobs(run.shard(tokens(1, 18)))
+    assert isinstance(logprobs, Tensor)
+    logprobs.sum().backward()
+    assert seen == [4, 4, 4, 4, 1] * 2  # 17 labels; again in backward
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda run: run.logprobs(run.shard(tokens()), temperature=0.0),
+            "temperature=0.0 must be a finite number above",
+        ),
+        (lambda run: run.logprobs(run.shard(tokens()), temperature=float("nan")), "temperature=nan must be"),
+        (lambda run: run.by_document(run.shard(tokens()), torch.zeros(2, 3)), r"values has shape \(2, 3\)"),
+        (
+            lambda run: run.shard(tokens(), weights=torch.ones(2, 48)),
+            r"weights is \(2, 48\), but input_ids has shape \(1, 48\)",
+        ),
+        (lambda run: run.shard(tokens(), weights=[1.0]), "weights is list"),
+        (lambda run: run.shard(tokens(), weights=torch.full((1, 48), torch.nan)), r"weights\[0, 0\] is nan"),
+    ],
+)
+def test_refused(call: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        call(prepared())
+
+
+def test_differentiated_once():
+    run = prepared()
+    logprobs = run.logprobs(run.shard(tokens()))
+    assert isinstance(logprobs, Tensor)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already differentiated"):
+        logprobs.sum().backward()
