@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ithaca.engine.objective.cross_entropy import IGNORE, LossKernel, LossTerms, cap, cross_entropy_sum, tiled_loss
+from ithaca.engine.objective.log_probs import Question, tiled_log_probs
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -85,3 +88,55 @@ def test_rows_beyond_two_to_the_31():
     expected = last.softmax(-1)
     expected[torch.arange(3), labels[-3:]] -= 1
     assert distance(logits[-3:], expected) < 4e-3
+
+
+@pytest.mark.parametrize("vocabulary", [5, 257, 4096, 151937])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tile", "temperature"), [(None, 1.0), (10, 0.6)])
+def test_log_probabilities_like_the_operators(vocabulary, dtype, tile, temperature, monkeypatch):
+    """Values, entropies, and gradients with any gradient from above."""
+    x, weight, labels = problem(vocabulary, dtype)
+    above = [torch.randn(labels.shape, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)) for _ in range(2)]
+    asked = (labels.flatten() != IGNORE).nonzero()[:, 0]
+    question = Question(
+        lambda t: F.linear(t, weight),
+        asked,
+        labels.flatten()[asked],
+        tile,
+        temperature,
+        None,
+        LossKernel(),
+        nullcontext,
+    )
+
+    def ours():
+        scored = tiled_log_probs(x, question, [weight])
+        loss = (scored.logprobs * above[0] + scored.entropy * above[1]).sum()
+        return scored.logprobs, scored.entropy, *torch.autograd.grad(loss, (x, weight)), scored.hits
+
+    *fused, hits = ours()
+    monkeypatch.setattr(LossKernel, "fuses", lambda *_: False)
+    *plain, plain_hits = ours()
+    assert torch.equal(hits, plain_hits)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    scores = (F.linear(*wide) / temperature).log_softmax(-1)
+    keep = labels != IGNORE
+    logprobs = scores.gather(2, labels.clamp(min=0)[..., None])[..., 0] * keep
+    entropy = -(scores.exp() * scores).sum(-1) * keep
+    grads = torch.autograd.grad((logprobs * above[0] + entropy * above[1]).sum(), wide)
+    room = 1e-6 if dtype == torch.float32 else 1e-4
+    for mine, theirs, truth in zip(fused, plain, (logprobs, entropy, *grads), strict=True):
+        assert distance(mine, truth) <= 1.2 * distance(theirs, truth) + room
+
+
+def test_weights_of_labels():
+    x, weight, labels = problem(4097, torch.bfloat16)
+    weights = torch.rand(labels.shape, device=CUDA)
+    how = dict(tile=10, terms=LossTerms(label_smoothing=0.1, z_loss=1e-2), scale=1 / 31)
+    loss = tiled_loss(x, labels, lambda t: F.linear(t, weight), [weight], weights=weights, **how)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = cross_entropy_sum(F.linear(*wide), labels, how["terms"], weights.double()) / 31
+    pairs = zip(
+        (loss, *torch.autograd.grad(loss, (x, weight))), (exact, *torch.autograd.grad(exact, wide)), strict=True
+    )
+    assert all(distance(mine, truth) < 5e-3 for mine, truth in pairs)
