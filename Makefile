@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test faults fuzz plans families lint format demo evidence clean
+.PHONY: setup test faults fuzz plans families lint format demo evidence dist clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,11 @@ demo: setup
 # A tiny model fails at four times its length, is extended, and finds needles there: docs/evidence.
 evidence: setup
 	$(BIN)/python examples/extension.py
+
+# The wheel and the sdist of a release in dist/, checked, then installed into an environment of its own outside this folder and
+# tried there. About 90 s on 2 cores where pip has torch at hand.
+dist: setup
+	$(BIN)/python scripts/dist.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache src/*.egg-info

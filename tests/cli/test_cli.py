@@ -46,8 +46,9 @@ def cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         "import ithaca; ithaca.Stack(ulysses=8).violations(8)",
         "from ithaca.cli.main import build_parser; build_parser().format_help()",
         "from ithaca.cli.main import main\ntry: main(['verify', '--help'])\nexcept SystemExit: pass",
+        "from ithaca.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: pass",
     ],
-    ids=["import", "parser", "help"],
+    ids=["import", "parser", "help", "version"],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(program: str):
     report = f"\nimport sys; print([n for n in {HEAVY} if n in sys.modules])"

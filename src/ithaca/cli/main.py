@@ -13,7 +13,6 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 
-from .. import __version__
 from ..base.exits import Failed
 from ..base.processes.signals import Stop, StoppedEarly, listen
 from ..base.processes.system import LAUNCHER
@@ -43,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Trains Hugging Face decoder models at millions of tokens of context, exactly.",
         epilog="Run 'ithaca VERB --help' for the options of a verb.",
     )
-    parser.add_argument("--version", action="version", version=f"ithaca {__version__}")
+    parser.add_argument(
+        "--version", action=_Versions, nargs=0, default=argparse.SUPPRESS, help="print versions: ithaca, torch, others"
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     add_plan(verbs)
     add_ladder(verbs)
@@ -62,6 +63,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor(verbs)
     add_bench(verbs)
     return parser
+
+
+class _Versions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from ..storage.record import versions
+
+        ours, *others = (" ".join(item) for item in versions().items())
+        print(f"{ours} ({', '.join(others)})")
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

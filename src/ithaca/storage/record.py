@@ -11,6 +11,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..base.fields import ANYTHING, COUNT, NUMBER, OBJECT, POSITIVE, TEXT, WHOLE, OrNull, Rule, Table, wrong
 
 if TYPE_CHECKING:
@@ -113,9 +114,9 @@ def _simple(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of what wrote it."""
-    known = {"python": platform.python_version()}
-    for name in ("ithaca", "torch", "transformers", "peft", "torchao"):
+    """Of what wrote it. From the installed files: importing torch takes seconds."""
+    known = {"ithaca": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "peft", "torchao"):
         try:
             known[name] = version(name)
         except PackageNotFoundError:

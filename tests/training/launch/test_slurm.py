@@ -162,6 +162,31 @@ def test_on_the_command_line(run_yaml: Write, tmp_path: Path, capsys: pytest.Cap
     assert "/ithaca train --recipe qwen3_32b_4m_16xh100 &\n" in text and "#SBATCH --ntasks-per-node=8\n" in text
 
 
+def test_the_example_is_what_the_command_writes_and_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cluster: Callable[[str], subprocess.Popen[str]],
+):
+    """examples/cluster/slurm.sh, in a folder as docs/multi_node.md has it made. No batch script of ours changes without it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "cp", "qwen3_32b_4m_16xh100", "run.yaml"]) == 0
+    capsys.readouterr()
+    words = ["--time", "2-00:00:00", "--cpus-per-task", "8", "--setup", "source .venv/bin/activate"]
+    assert main(["slurm", "run.yaml", *words, "--program", "ithaca"]) == 0
+    text = (ROOT / "examples/cluster/slurm.sh").read_text()
+    assert text == capsys.readouterr().out
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    (programs / "ithaca").write_text('#!/bin/sh\necho "rank $SLURM_PROCID: $*"\n')
+    (programs / "ithaca").chmod(0o755)
+    job = cluster(text)
+    out, err = job.communicate()
+    assert job.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"rank {rank}: train run.yaml" for rank in range(4)]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
