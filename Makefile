@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test faults fuzz plans families lint format demo evidence dist clean
+.PHONY: setup test docs faults fuzz plans families lint format demo evidence dist clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,12 @@ $(STAMP): pyproject.toml constraints.txt
 # (tests/conftest.py), not those with most tests. Bytecode is kept, or every rank compiles the package.
 test: lint
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+
+# The site into site/, warnings as errors (-q would not count them); then the commands of README, tutorial and guides are typed.
+# 3 minutes on 2 cores.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	ITHACA_DOCS=long $(BIN)/python -m pytest -q -s tests/test_docs.py
 
 # The long version of tests/faults: 4 ranks, every point, 50 random kills. About 6 minutes on 2 cores that are otherwise idle.
 faults: setup
@@ -36,10 +42,10 @@ fuzz: setup
 plans: setup
 	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner
 
-# Every decoder type of transformers, tried: docs/families.md. About 5 minutes on 2 cores.
+# Every decoder type of transformers, tried: docs/reference/families.md. About 5 minutes on 2 cores.
 families: setup
-	$(BIN)/python -m ithaca.verify.families > docs/families.md.new
-	mv docs/families.md.new docs/families.md
+	$(BIN)/python -m ithaca.verify.families > docs/reference/families.md.new
+	mv docs/reference/families.md.new docs/reference/families.md
 
 lint: setup
 	$(BIN)/ruff check
@@ -53,7 +59,7 @@ format: setup
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# A tiny model fails at four times its length, is extended, and finds needles there: docs/evidence.
+# A tiny model fails at four times its length, is extended, and finds needles there: docs/developer/evidence.
 evidence: setup
 	$(BIN)/python examples/extension.py
 
@@ -63,5 +69,5 @@ dist: setup
 	$(BIN)/python scripts/dist.py
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf .venv build dist site .pytest_cache .ruff_cache src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Log-probabilities with gradient beside the loss: time and memory of forward and backward.
 
-    python benchmarks/log_probs.py --shape qwen3_06b --tokens 256K
+    python benchmarks/log_probs.py --shape qwen3_06b --layers 4 --tokens 256K
     python benchmarks/log_probs.py --tokens 512 --tiny --cpu        # no GPU: does it still run?
 
 One GPU, one row, bf16, random weights, every token has a label. `run.loss` takes the gradients of a tile at once; `run.logprobs`
@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import ithaca
 
-SHAPES = {  # vocabulary of Qwen3 each
-    "qwen3_06b": dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_hidden_layers=28, tie_word_embeddings=True),
-    "qwen3_4b_8": dict(hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_hidden_layers=8),
-}  # fmt: skip
-TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2)
+SHAPES = {  # widths of Qwen3, with its vocabulary
+    "qwen3_06b": dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, tie_word_embeddings=True),
+    "qwen3_4b": dict(hidden_size=2560, intermediate_size=9728, num_attention_heads=32),
+}
+TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4)
 
 
 def measured(step: Callable[[], Tensor], run: ithaca.Run, cuda: bool) -> tuple[float, float]:
@@ -48,6 +48,7 @@ def measured(step: Callable[[], Tensor], run: ithaca.Run, cuda: bool) -> tuple[f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_06b")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=size, default="256K")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cpu", action="store_true")
@@ -56,8 +57,9 @@ def main() -> None:
     sizes = TINY if options.tiny else SHAPES[options.shape]
     kv = 2 if options.tiny else 8
     config = Qwen3Config(
-        **sizes, num_key_value_heads=kv, head_dim=16 if options.tiny else 128, vocab_size=151_936, max_position_embeddings=tokens,
-        pad_token_id=None, bos_token_id=None, eos_token_id=None, dtype=torch.bfloat16 if cuda else torch.float32,
+        **sizes, num_hidden_layers=options.layers, num_key_value_heads=kv, head_dim=16 if options.tiny else 128,
+        vocab_size=151_936, max_position_embeddings=tokens, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        dtype=torch.bfloat16 if cuda else torch.float32,
     )  # fmt: skip
     with torch.device("cuda" if cuda else "cpu"):
         model = AutoModelForCausalLM.from_config(config)
@@ -75,9 +77,8 @@ def main() -> None:
         "run.logprobs": lambda: (above * run.logprobs(batch)).sum(),
         "run.logprobs, entropy": with_entropy,
     }
-    print(
-        f"{'tiny' if options.tiny else options.shape}, {config.num_hidden_layers} layers, {tokens:,} tokens, vocabulary {config.vocab_size:,}"
-    )
+    shape = "tiny" if options.tiny else options.shape
+    print(f"{shape}, {options.layers} layers, {tokens:,} tokens, vocabulary {config.vocab_size:,}", flush=True)
     base: tuple[float, float] | None = None
     for name, step in rows.items():
         seconds, peak = measured(step, run, cuda)

@@ -43,7 +43,7 @@ def main() -> int:
         f"  {RUN}/config.yaml         every setting of this run; `ithaca train {RUN}/config.yaml` resumes it\n"
         f"  {RUN}/metrics.jsonl       loss, rates, memory of each step\n"
         f"  {RUN}/checkpoints         sharded checkpoints;  {RUN}/export: the Hugging Face folder\n"
-        "  ithaca recipes ls              runs for real models;  docs/walk.md: how it works\n"
+        "  ithaca recipes ls              runs for real models;  ithaca docs: every page\n"
         "  ithaca verify llama3 --world 4 --stack.ulysses 2 --stack.ring 2    every gradient against the untouched model"
     )
     if right / asked < 0.5:

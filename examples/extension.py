@@ -1,6 +1,6 @@
 """Evidence that extension works, from nothing, on a CPU: a model that cannot read four times its length, and then can.
 
-    make evidence          (or: python examples/extension.py [--out docs/evidence])
+    make evidence          (or: python examples/extension.py [--out docs/developer/evidence])
 
 1. A tiny Llama with random weights learns to look facts up at any distance in rows of 256 tokens.
 2. It is asked for needles in texts of 256 to 1,024 tokens: beyond its length it fails where the needle lies far back.
@@ -37,7 +37,9 @@ MODEL = LlamaConfig(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/evidence"), help="folder for heat maps and numbers")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/developer/evidence"), help="folder for heat maps and numbers"
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/extension"), help="folder for the runs")
     parser.add_argument("--cpu", type=int, default=2, help="processes")
     parser.add_argument("--steps", type=int, default=400, help=f"steps at {NATIVE} tokens")

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--lr", default="1e-2")
     parser.add_argument("--cpu", type=int, default=None, help="processes on the CPU; default: the GPUs")
     parser.add_argument("--work", type=Path, default=Path("runs/needles_128k"))
-    parser.add_argument("--out", type=Path, default=Path("docs/evidence"))
+    parser.add_argument("--out", type=Path, default=Path("docs/developer/evidence"))
     options = parser.parse_args()
     contexts = [parse_tokens(each) for each in options.contexts.split(",")]
     steps = [int(each) for each in options.steps.split(",")]

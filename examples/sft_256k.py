@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer at 256K tokens (docs/trainers.md): torchrun --nproc-per-node 8 examples/sft_256k.py MODEL DATA.jsonl FOLDER"""
+"""TRL's SFTTrainer at 256K (ithaca docs trainers): torchrun --nproc-per-node 8 examples/sft_256k.py MODEL DATA.jsonl FOLDER"""
 
 import os
 import sys

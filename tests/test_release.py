@@ -91,7 +91,7 @@ def torchrun(script: str, folder: Path, variables: dict[str, str]) -> argparse.N
 
 
 def check_command(asked: argparse.Namespace, node: int, address: str, port: int) -> None:
-    """As docs/multi_node.md has it, on as many nodes and GPUs as the recipe wants."""
+    """As docs/guides/multi_node.md has it, on as many nodes and GPUs as the recipe wants."""
     launch = load(None, recipe=RECIPE).config.launch
     assert (asked.nnodes, asked.nproc_per_node) == (str(launch.nodes), str(launch.workers)) == ("2", "8")
     assert (asked.node_rank, asked.master_addr, asked.master_port) == (node, address, port)

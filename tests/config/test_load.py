@@ -183,7 +183,7 @@ checkpoint: {keep_last: 0}
 def test_what_is_missing_is_said_with_its_meaning():
     assert mistakes("") == [
         "model.folder is missing: a Hugging Face folder (config.json, safetensors, tokenizer), the name of a preset such as "
-        "tiny_llama, or of a model on the Hub: owner/name, owner/name@revision (docs/hub.md).",
+        "tiny_llama, or of a model on the Hub: owner/name, owner/name@revision (ithaca docs hub).",
         "data.context is missing: tokens in a row: the length trained at.",
         "there is nothing to train on: give data.sources (files, or synthetic: recall), or data.packed (a folder made by "
         "'ithaca data pack')",

@@ -1,4 +1,4 @@
-"""docs/config.md is what the schema says today."""
+"""docs/reference/config.md is what the schema says today."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from ithaca.config.reference import reference
 from ithaca.config.schema import Config
 from ithaca.config.suggest import paths
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
 
 
 def test_the_page_is_current():
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m ithaca.config.reference > docs/config.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), (
+        "run: python -m ithaca.config.reference > docs/reference/config.md"
+    )
 
 
 def test_every_field_is_on_the_page_with_an_explanation():

@@ -1,1 +1,1 @@
-"""What happens to a run when things go wrong: RELIABILITY A14, docs/reliability.md."""
+"""What happens to a run when things go wrong: RELIABILITY A14, docs/reference/reliability.md."""

@@ -135,6 +135,7 @@ VERBS = {
     "slurm": ["x"],
     "doctor": [],
     "bench": [],
+    "docs": [],
     "train": ["x"],
 }
 

@@ -38,10 +38,12 @@ BASES: dict[str, list[str]] = {
     "slurm": ["slurm", "run.yaml"],
     "doctor": ["doctor"],
     "bench": ["bench", "model", "--cpu", "1", "--contexts", "64", "--out", "bench"],
+    "docs": ["docs", "config"],
 }
 POSITIONALS = {
     "plan": 1, "ladder": 1, "profile": 1, "train": 1, "eval": 1, "ask": 1, "verify": 1, "data pack": 2, "data inspect": 2,
     "ckpt ls": 2, "ckpt verify": 2, "ckpt export": 2, "export": 1, "report": 1, "recipes show": 2, "slurm": 1, "bench": 1,
+    "docs": 1,
 }  # fmt: skip
 """Which word of the command names what is to be read."""
 

@@ -24,7 +24,7 @@ from unittest.mock import patch
 from ithaca.cli.main import main
 
 LIMIT = 20  # seconds
-CODES = {0, 1, 2, 3, 4, 5, 6}  # docs/run_folder.md; 1 is a failed check of `verify` only
+CODES = {0, 1, 2, 3, 4, 5, 6}  # docs/reference/run_folder.md; 1 is a failed check of `verify` only
 
 
 @dataclass(frozen=True)

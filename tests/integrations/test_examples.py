@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md run, and the page shows what they are."""
+"""The examples of docs/guides/trainers.md run, and the page shows what they are."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_accelerate_loop(workers: Workers, model: str, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["sft_256k.py", "accelerate_loop.py"])
 def test_the_page_shows_the_example(name: str):
-    page = (ROOT / "docs/trainers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/trainers.md").read_text(encoding="utf-8")
     body = (ROOT / "examples" / name).read_text(encoding="utf-8").split('"""\n\n', 1)[1]
     assert f"```python\n{body}```" in page
 

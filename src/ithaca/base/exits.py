@@ -1,4 +1,4 @@
-"""Exit codes of a run (docs/run_folder.md), which one an exception stands for, and whether to try again after it."""
+"""Exit codes of a run (docs/reference/run_folder.md), which one an exception stands for, and whether to try again after it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ A fault fires once per run folder. Otherwise the run that is restarted because o
 RUN/faults/ remembers that it has fired, written before it does. With `!` at the end it fires each time: that is how a crash
 loop is rehearsed. The same fault given twice fires twice. `slow` begins at its step and stays.
 
-No torch here: storage calls it too. docs/reliability.md has the guide.
+No torch here: storage calls it too. docs/reference/reliability.md has the guide.
 """
 
 from __future__ import annotations

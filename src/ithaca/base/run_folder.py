@@ -1,4 +1,4 @@
-"""The run folder: where a run keeps what it makes. docs/run_folder.md is the contract; this is the only place with the names.
+"""The run folder: where a run keeps what it makes. docs/reference/run_folder.md is the contract; only here are the names.
 
 Two things need care. Two runs in one folder would mix their checkpoints, so a run claims its folder with a lock that the
 operating system drops when the process dies: no stale locks to delete by hand. And status.json is read by others
@@ -188,7 +188,7 @@ class RunFolder:
             os.close(file)
 
     def write_status(self, state: str, **about: Any) -> None:
-        """Replace status.json. about: step, steps, cause, exit_code, checkpoint, resume, ... (docs/run_folder.md).
+        """Replace status.json. about: step, steps, cause, exit_code, checkpoint, resume, ... (docs/reference/run_folder.md).
 
         A disk that is full costs the line, not the run: what the run does about its disk is decided where it saves."""
         assert state in STATES, f"{state} is not one of {STATES}"

@@ -24,7 +24,7 @@ examples:
   ithaca ckpt verify runs/mine/checkpoints/step-400 --json
   ithaca ckpt export runs/mine exported
 """
-_DAMAGED = 4  # docs/run_folder.md
+_DAMAGED = 4  # docs/reference/run_folder.md
 _SHOWN = 20  # problems of a checkpoint, one a line
 
 

@@ -11,7 +11,7 @@ def add_config(verbs: Any) -> None:
     parser = verbs.add_parser(
         "config",
         help="the settings of a run, for editors",
-        description="What may stand in the YAML of a run, as a file that editors read; docs/config.md has it for people.",
+        description="What may stand in the YAML of a run, as a file that editors read; ithaca docs config has it for people.",
     )
     actions = parser.add_subparsers(dest="action", metavar="schema", required=True)
     schema = actions.add_parser(

@@ -29,7 +29,7 @@ def add_eval(verbs: Any) -> None:
         help="measure whether a model uses its context: loss by position, needles, tasks",
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any setting can be given as --section.name VALUE; docs/config.md lists those of `eval`.",
+        epilog="Any setting can be given as --section.name VALUE; ithaca docs config lists those of `eval`.",
     )
     add_source(parser)
     parser.add_argument("--file", action="append", default=[], help="held-out text; may be given several times")

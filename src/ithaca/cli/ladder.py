@@ -54,7 +54,7 @@ def add_ladder(verbs: Any) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it (package matplotlib)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
-    why = "fields that are as given on every rung. Values are as in YAML (docs/config.md)"
+    why = "fields that are as given on every rung. Values are as in YAML (ithaca docs config)"
     add_stack_options(parser, why, older="set")
 
 

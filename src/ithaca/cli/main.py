@@ -1,7 +1,7 @@
 """`ithaca`: the command line. A verb is a function; what it needs is imported when it runs.
 
-Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out; those of a run are in docs/run_folder.md. A signal ends a
-verb with 128 + its number and a line that says so (base/processes/signals.py), and `train` with 75, for the same command goes on.
+Exit codes: 0 done, 1 a check failed, 2 the request cannot be carried out; all: docs/reference/exit_codes.md. A signal ends a verb
+with 128 + its number and a line that says so (base/processes/signals.py), and `train` with 75, for the same command goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .bench import add_bench
 from .ckpt import add_ckpt
 from .config import add_config
 from .data import add_data
+from .docs import add_docs
 from .doctor import add_doctor
 from .eval import add_eval
 from .export import add_export
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ithaca",
         description="Trains Hugging Face decoder models at millions of tokens of context, exactly.",
-        epilog="Run 'ithaca VERB --help' for the options of a verb.",
+        epilog="'ithaca VERB --help' has the options of a verb, 'ithaca docs tutorial' a first run, 'ithaca docs' every page.",
     )
     parser.add_argument(
         "--version", action=_Versions, nargs=0, default=argparse.SUPPRESS, help="print versions: ithaca, torch, others"
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_slurm(verbs)
     add_doctor(verbs)
     add_bench(verbs)
+    add_docs(verbs)
     return parser
 
 

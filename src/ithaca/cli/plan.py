@@ -29,7 +29,7 @@ that fits. Any field of the stack can be fixed with --stack.FIELD VALUE.
 MODEL is a folder with config.json, that file, a model on the Hub (owner/name; only its config is fetched), or a preset:
 {presets}.
 """
-FIXED = "fields that stay as given; the planner chooses the others. Values are as in YAML (docs/config.md)"
+FIXED = "fields that stay as given; the planner chooses the others. Values are as in YAML (ithaca docs config)"
 GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
 
 

@@ -22,7 +22,7 @@ def add_train(verbs: Any) -> None:
         help="train a model; the same command resumes",
         description="Train a model as a YAML file says. The same command on the same run folder resumes.",
         epilog="Any setting can be given as --section.name VALUE, such as --train.steps 100 --stack.ulysses 4 --data.context 1M; "
-        "docs/config.md lists them. Ctrl-C saves and stops after the step, a second one stops at once.",
+        "ithaca docs config lists them. Ctrl-C saves and stops after the step, a second one stops at once.",
     )
     parser.add_argument("config", nargs="?", metavar="FILE", help="the run as YAML; `ithaca recipes cp` makes one")
     parser.add_argument("--recipe", help="start from this recipe (`ithaca recipes ls`)")
@@ -50,7 +50,7 @@ def add_train(verbs: Any) -> None:
     )
     parser.add_argument(
         "--fault", action="append", default=[], metavar="KIND@RANK:STEP[:POINT]",
-        help=f"break this run on purpose, to rehearse (docs/reliability.md); needs {faults.ALLOW}=1",
+        help=f"break this run on purpose, to rehearse (ithaca docs reliability); needs {faults.ALLOW}=1",
     )  # fmt: skip
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.set_defaults(run=run_train, overrides=[], resumes=True)

@@ -66,7 +66,7 @@ def add_verify(verbs: Any) -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a case may take (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
-    why = "the stack to verify, with defaults as in docs/config.md. Without the word stack (--ulysses 2) they are understood too"
+    why = "the stack to verify, with defaults as in `ithaca docs config`. Without the word stack (--ulysses 2) they are understood"
     add_stack_options(parser, why, older="field")
 
 

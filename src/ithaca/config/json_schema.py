@@ -1,6 +1,6 @@
 """The YAML of a run as a JSON Schema (2020-12), for editors that complete and check it: `ithaca config schema`.
 
-Made from the same dataclasses as docs/config.md. It says what `load` takes of a single value: type, choices, range, names of keys.
+Made from the same dataclasses as docs/reference/config.md. It says what `load` takes of one value: type, choices, range, names.
 What values say together, and what must be given (which a recipe or the command line may do), is left to `ithaca train --check`.
 Numbers may be written as YAML reads them; what YAML takes for text and `load` for a number (1e-5) is a pattern here.
 """

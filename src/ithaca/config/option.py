@@ -2,7 +2,7 @@
 
 `option(default, "help")` puts everything about a field beside it, in the dataclass field's metadata: the explanation, the
 unit (`tokens` or `bytes`, which lets `1M` and `80GB` in), the allowed words and the range. Loading, checking and
-docs/config.md all read it from there, so they cannot disagree. Types are the annotations themselves; `kind_of` turns one
+docs/reference/config.md all read it from there, so they cannot disagree. Types are the annotations themselves; `kind_of` turns one
 into a `Kind`. Only what the schema uses is understood: int, float, bool, str, None, tuples, sections, and unions.
 """
 

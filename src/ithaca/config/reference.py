@@ -1,4 +1,4 @@
-"""docs/config.md, made from the schema: `python -m ithaca.config.reference > docs/config.md`.
+"""docs/reference/config.md, made from the schema: `python -m ithaca.config.reference > docs/reference/config.md`.
 
 A test compares the file with what this makes, so the page cannot fall behind the code.
 """
@@ -18,7 +18,7 @@ from .schema import Config
 _HEAD = """\
 # Config: every setting of a run
 
-<!-- Made by `python -m ithaca.config.reference > docs/config.md`; edit src/ithaca/config/schema.py instead. -->
+<!-- Made by `python -m ithaca.config.reference > docs/reference/config.md`; edit src/ithaca/config/schema.py instead. -->
 
 A run is one YAML file. Anything in it can be given on the command line too, by its dotted name:
 

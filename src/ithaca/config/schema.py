@@ -1,7 +1,7 @@
 """Every setting of a run: nine sections of plain dataclasses, each field with type, default and explanation.
 
 The record is frozen and imports nothing heavy. It holds what was asked for, not what was found out: no device, no model.
-`load` makes one from YAML and the command line, `check` says what cannot work, docs/config.md is made from the fields here.
+`load` makes one from YAML and the command line, `check` says what cannot work, docs/reference/config.md is made from these fields.
 A non-finite loss or gradient always stops a run before the weights are touched; there is no switch for that.
 """
 
@@ -84,7 +84,7 @@ class Model:
 
     folder: str = required(
         "A Hugging Face folder (config.json, safetensors, tokenizer), the name of a preset such as tiny_llama, or of a model on "
-        "the Hub: owner/name, owner/name@revision (docs/hub.md).",
+        "the Hub: owner/name, owner/name@revision (ithaca docs hub).",
         path=True,
     )
     dtype: str = option(
@@ -133,7 +133,7 @@ class Source:
 
     path: str | None = option(
         None,
-        "A file, a folder or a glob; of the Hub hf:owner/name, hf:owner/name@revision/data/*.parquet (docs/hub.md); for format "
+        "A file, a folder or a glob; of the Hub hf:owner/name, hf:owner/name@revision/data/*.parquet (ithaca docs hub); for format "
         "datasets the dataset's name.",
         path=True,
     )
@@ -388,7 +388,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Where results go (docs/run_folder.md). The same folder again means: resume."""
+    """Where results go (ithaca docs run_folder). The same folder again means: resume."""
 
     name: str = option("run", "Name of the run. Without one: that of the file or recipe.")
     folder: str = option("runs/run", "The run folder. Without one: runs/NAME.", path=True)

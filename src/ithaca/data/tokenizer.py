@@ -57,7 +57,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"the tokenizer of {folder} ({type(tokenizer).__name__}) has no fast version (tokenizer.json), which packing needs; "
-            "convert it, or tokenise yourself and pack the ids (docs/data.md)"
+            "convert it, or tokenise yourself and pack the ids (ithaca docs data)"
         )
     return tokenizer
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 module_holds(__name__, CALLER)
-_DOCS = "docs/techniques/own_code.md says what is asked of a model, docs/families.md which ones run"
+_DOCS = "ithaca docs own_code says what is asked of a model, ithaca docs families which ones run"
 
 
 @dataclass
@@ -89,7 +89,7 @@ class OwnDecoder:
             raise Unsupported(
                 f"a document of {batch.longest:,} tokens is too long for {type(self.model).__name__}: its rotary module could not "
                 f"be computed in float64, and in float32 angles of tokens beyond {FLOAT32_POSITIONS:,} are blurred by more than "
-                "bf16 rounds them; use shorter documents, or a rotary module as transformers writes it (docs/techniques/rope.md)"
+                "bf16 rounds them; use shorter documents, or a rotary module as transformers writes it (ithaca docs rope)"
             )
         # transformers would take jumps of positions for packed documents, where no mask is given
         nothing_hidden = torch.ones(rows, tokens, dtype=torch.bool, device=batch.input_ids.device)

@@ -102,11 +102,11 @@ def require_proof(decoder: OwnDecoder) -> Proof:
         if changes:
             raise ValueError(
                 f"{kind} is not as its class makes it, and was not exact when its own code was tried with our attention, so it is "
-                f"refused: {proof}. docs/techniques/own_code.md says what is asked of a change"
+                f"refused: {proof}. ithaca docs own_code says what is asked of a change"
             )
         raise ValueError(
             f"{kind} has no arithmetic of its own here, and its own code with our attention was not exact when tried on a small "
-            f"copy, so it is refused: {proof}. Choose another model: docs/families.md says which run, and why others do not"
+            f"copy, so it is refused: {proof}. Choose another model: ithaca docs families says which run, and why others do not"
         )
     decoder.tiles, decoder.wide_angles, decoder.norms = proof.tiles, proof.angles, tuple(proof.norms)
     decoder.blank = 0.0 if proof.unseen else None
@@ -114,7 +114,7 @@ def require_proof(decoder: OwnDecoder) -> Proof:
     if not proof.angles:
         log.warning(
             "%s has a rotary module that could not be computed in float64: documents over %s tokens will be refused "
-            "(docs/techniques/rope.md)",
+            "(ithaca docs rope)",
             kind,
             f"{FLOAT32_POSITIONS:,}",
         )

@@ -53,7 +53,7 @@ from .request import Ranks, Request
 class NoRoom(ValueError):
     """A step does not fit where its activations are to be kept; found before the first layer computes."""
 
-    exit_code = 5  # docs/run_folder.md
+    exit_code = 5  # docs/reference/run_folder.md
 
 
 def _no_room(error: Exception) -> Exception:

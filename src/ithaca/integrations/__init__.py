@@ -3,7 +3,7 @@
     from ithaca.integrations import SFTTrainer
     trainer = SFTTrainer(model, args, train_dataset=data, stack=ithaca.Stack(ulysses=8))
 
-`LongContext` makes the same of a trainer of your own: `class Mine(LongContext, MyTrainer)`. docs/trainers.md is the guide.
+`LongContext` makes the same of a trainer of your own: `class Mine(LongContext, MyTrainer)`. docs/guides/trainers.md is the guide.
 
     trainer   the mixin: what of a trainer has to know that ranks share a sequence
     batches   what a data collator makes, as every rank needs it: the whole batch, documents instead of masks

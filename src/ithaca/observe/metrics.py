@@ -1,4 +1,4 @@
-"""metrics.jsonl, the truth about a run (docs/run_folder.md), and copies of it for trackers.
+"""metrics.jsonl, the truth about a run (docs/reference/run_folder.md), and copies of it for trackers.
 
 A line is appended by a single write call, so a reader never sees half of one unless the machine stopped in the middle of it. Such a
 remainder is cut off when the run is resumed; it would otherwise swallow the line that follows it.

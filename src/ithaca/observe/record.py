@@ -1,4 +1,4 @@
-"""One logged step: the fields of a line of metrics.jsonl, named and meant as in docs/run_folder.md.
+"""One logged step: the fields of a line of metrics.jsonl, named and meant as in docs/reference/run_folder.md.
 
 The file, the trackers and the display all show the same record, so they cannot disagree.
 """

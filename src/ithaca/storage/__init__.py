@@ -13,5 +13,5 @@
     rng · ranks      random states as JSON; an error on one rank is the same error on all
     export           weights out, for `from_pretrained`: adapters, hf_folder, safetensors_shards
 
-docs/checkpoints.md describes the files.
+docs/reference/checkpoints.md describes the files.
 """

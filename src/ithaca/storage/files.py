@@ -37,7 +37,7 @@ _LIMIT = 1 << 30  # bytes of state.json, which has the random states of every ra
 class CheckpointError(ValueError):
     """A checkpoint cannot be written or read. The message names the cause and the fix; older checkpoints are untouched."""
 
-    exit_code = 4  # docs/run_folder.md
+    exit_code = 4  # docs/reference/run_folder.md
 
 
 class Damaged(CheckpointError):

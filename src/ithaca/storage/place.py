@@ -221,9 +221,9 @@ def _stored(file: Path) -> Stored:
 
 class DirectFile:
     """A new file, written past the page cache (O_DIRECT) where the file system can: the kernel then copies nothing, which costs a
-    third of a core's time otherwise (measured: docs/log.md), and a checkpoint pushes nothing else out of the page cache. Direct
-    writes need aligned memory, places and sizes; blocks are, and the last, odd piece goes the usual way. Where a file system has no
-    direct writes, all of it goes the usual way, flushed early instead of leaving everything to the end."""
+    third of a core's time otherwise (measured: docs/developer/log.md), and a checkpoint pushes nothing else out of the page cache.
+    Direct writes need aligned memory, places and sizes; blocks are, and the last, odd piece goes the usual way. Where a file
+    system has no direct writes, all of it goes the usual way, flushed early instead of leaving everything to the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -6,7 +6,7 @@ beside the rest:
 
 - Blocks are hashed independently, by as many threads as there are cores.
 - Copying, hashing and writing all let go of Python's lock, so that training can launch its kernels meanwhile. That is why numpy
-  copies: the assignment of a slice of bytes would hold the lock for milliseconds (measured: docs/log.md).
+  copies: the assignment of a slice of bytes would hold the lock for milliseconds (measured: docs/developer/log.md).
 """
 
 from __future__ import annotations

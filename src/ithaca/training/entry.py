@@ -177,7 +177,7 @@ def train(
     process trains. Under torchrun or srun without a group it joins the job, and a rank that fails ends its process, as that of the
     command line does.
 
-    ValueError or ithaca's Failed (with `exit_code`, docs/run_folder.md) say what is wrong and what to do.
+    ValueError or ithaca's Failed (with `exit_code`, ithaca docs run_folder) say what is wrong and what to do.
     """
     with _loaded(config, recipe) as (loaded, words):
         command = [sys.executable, "-m", "ithaca", "train", *words]

@@ -1,6 +1,6 @@
 """Every decoder type of transformers, tried: which run exactly, by which engine, and which are refused and why.
 
-    python -m ithaca.verify.families > docs/families.md        # or: make families; some minutes
+    python -m ithaca.verify.families > docs/reference/families.md        # or: make families; some minutes
     python -m ithaca.verify.families gpt_oss glm4 falcon       # only these, as a table
 
 Each is built from its default config, shrunk, with dropout and the like at zero, and proven as `prepare` proves a model that it
@@ -69,7 +69,7 @@ def all_types() -> list[str]:
 
 
 def page(tried: Iterable[Tried]) -> str:
-    """docs/families.md"""
+    """docs/reference/families.md"""
     tried = list(tried)
     exact, refused = ([one for one in tried if one.proof.exact is wanted] for wanted in (True, False))
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "torch"))

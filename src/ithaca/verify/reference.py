@@ -5,7 +5,7 @@ block-diagonal mask. Labels are shifted before, with the last token of a documen
 are summed and divided by their common count.
 
 Rotary angles are formed in float64 here and in float32 by transformers, so at length the two differ by what float32 makes of an
-angle (docs/techniques/rope.md). The untouched model is therefore measured twice where it matters: as it is, and with exact angles,
+angle (docs/concepts/rope.md). The untouched model is therefore measured twice where it matters: as it is, and with exact angles,
 which have to agree with ours to the limit. As it is, it may be as far away as from itself with exact angles, and that
 distance may be no larger than the rounding of float32 explains.
 """

@@ -135,7 +135,7 @@ def test_mistakes_are_one_screen(folder: Path, tmp_path: Path, capsys, monkeypat
         ([tmp_path / "bare", "why?"], ["asking takes a tokenizer", "--data.tokenizer"]),
         ([folder, "why?", "--file", tmp_path / "nowhere.txt"], ["nowhere.txt cannot be read"]),
         ([folder, "why?", "--file", tmp_path / "binary.txt"], ["is not UTF-8 text"]),
-        ([folder, "why?", "--file", tmp_path / "long.txt"], ["1,024 positions", "docs/extension.md"]),
+        ([folder, "why?", "--file", tmp_path / "long.txt"], ["1,024 positions", "ithaca docs extension"]),
         ([folder, "why?", "--tokens", "0"], ["at least one"]),
     ]
     for arguments, wanted in cases:

@@ -248,7 +248,7 @@ def write_run(
     parts: bool = True,
     **status: Any,
 ) -> Path:
-    """A run folder as docs/run_folder.md describes it, with plan, ladder and profile in it."""
+    """A run folder as docs/reference/run_folder.md describes it, with plan, ladder and profile in it."""
     folder.mkdir(parents=True, exist_ok=True)
     noise = random.Random(0)
     lines: list[dict[str, Any]] = [{"event": "start", "time": "2026-11-15T06:27:07Z", "from_step": 0}]

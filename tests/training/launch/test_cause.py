@@ -27,7 +27,7 @@ def test_exit_codes_of_exceptions():
         ConnectionResetError(),
     ]
     assert [exits.code_of(error) for error in errors] == [2, 7, 5, 130, 4, 1, 6, 1, 2, 8]
-    page = (ROOT / "docs/run_folder.md").read_text()
+    page = (ROOT / "docs/reference/run_folder.md").read_text()
     assert all(f"| {code} |" in page for code in exits.TABLE)
 
 

@@ -25,7 +25,7 @@ from .rope import Rope, check_against, rope_for
 
 _WAY_OUT = (
     "Stack(engine='module') runs the model's own code, with what was changed in it, if that proves exact on a copy of the model, "
-    "of up to 50M parameters (docs/techniques/own_code.md)"
+    "of up to 50M parameters (ithaca docs own_code)"
 )
 
 

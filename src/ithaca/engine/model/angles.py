@@ -1,6 +1,6 @@
 """A model's own rotary module, computed in float64.
 
-In float32 the angle of token p is rounded by p · 2⁻²⁴: at a million tokens by a sixteenth (docs/techniques/rope.md). For families
+In float32 the angle of token p is rounded by p · 2⁻²⁴: at a million tokens by a sixteenth (docs/concepts/rope.md). For families
 of the table angles are formed here (rope.py). The rotary module of any other model runs as it is, under a mode of torch in which
 every float32 number that it meets is a float64 one; its frequencies too, where they are those that its config says.
 """

@@ -91,24 +91,24 @@ def _check_kind(path: Path, settings: Mapping[str, Any], trust_remote_code: bool
         raise ValueError(
             f"{path}: model_type {_shown(kind)} comes with Python code of its own (auto_map), which is not run here, as only "
             "classes of transformers can be proven exact; take a checkpoint that transformers has a class for, if need be a newer "
-            "transformers (docs/families.md)"
+            "transformers (ithaca docs families)"
         )
     if code and trust_remote_code:
         return  # what that code makes is looked at when it is there
     if kind not in CONFIG_MAPPING_NAMES:
         raise ValueError(
             f"{path}: transformers {transformers.__version__} knows no model_type {_shown(kind)}; if the model is newer than that, "
-            "pip install -U transformers, else take the model's own config.json (docs/families.md)"
+            "pip install -U transformers, else take the model's own config.json (ithaca docs families)"
         )
     if settings.get("is_encoder_decoder"):
         raise ValueError(
             f"{path}: a {kind} model with an encoder (is_encoder_decoder), and only decoders can be trained here; take a model "
-            "that predicts the next token of one text (docs/families.md)"
+            "that predicts the next token of one text (ithaca docs families)"
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
             f"{path}: a {kind} model is no decoder that transformers can build (AutoModelForCausalLM); take one that predicts the "
-            "next token of a text (docs/families.md)"
+            "next token of a text (ithaca docs families)"
         )
 
 

@@ -32,7 +32,7 @@ def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
     if reach is not None and len(prompt) + most > reach:
         raise ValueError(
             f"the prompt has {len(prompt):,} tokens, and with {most} new ones that is more than the {reach:,} positions this model "
-            "was made for; ask about a shorter text, or extend the model (docs/extension.md)"
+            "was made for; ask about a shorter text, or extend the model (ithaca docs extension)"
         )
     run, _ = load_model(opened, hf, device_of(config), length=len(prompt) + most)
     begin = time.perf_counter()

@@ -108,7 +108,7 @@ class Account:
     modules: list[tuple[str, int]]  # at the peak, largest first
     lines: list[tuple[str, int]]
     phases: dict[str, dict[str, int]]  # at the largest moment of each
-    timeline: dict[str, Any]  # seconds, categories: as docs/report.md has it; phases: when each begins
+    timeline: dict[str, Any]  # seconds, categories: as docs/reference/report.md has it; phases: when each begins
 
 
 def read(journal: Journal) -> Account:

@@ -1,4 +1,4 @@
-"""A profile: what was measured beside what was planned, as the object that profile.json holds (docs/profile.md)."""
+"""A profile: what was measured beside what was planned, as the object that profile.json holds (docs/guides/profile.md)."""
 
 from __future__ import annotations
 

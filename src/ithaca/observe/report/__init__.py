@@ -4,7 +4,7 @@ The data walks in one direction. `inputs` reads the run folder and the JSON file
 `summary` and `charts` turn them into what the page shows: numbers that are checked, curves that are short enough. `page` puts that
 as one block of JSON into a page whose style and scripts lie beside it. The browser draws it, offline: the page allows no request.
 
-A field that is missing leaves a gap, never an error. docs/report.md is the contract for what goes in.
+A field that is missing leaves a gap, never an error. docs/reference/report.md is the contract for what goes in.
 Light to import: no torch. Only these names are for use elsewhere.
 """
 

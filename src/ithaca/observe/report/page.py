@@ -56,8 +56,8 @@ def render(
 ) -> str:
     """The page as text.
 
-    run: a run folder; plan.json, ladder.json and profile.json in it are taken too. plan, ladder, profile: as docs/report.md
-    describes them; they win over those in the folder.
+    run: a run folder; plan.json, ladder.json and profile.json in it are taken too. plan, ladder, profile: as
+    docs/reference/report.md describes them; they win over those in the folder.
     """
     return page_of(gather(run, {"plan": plan, "ladder": ladder, "profile": profile}))
 

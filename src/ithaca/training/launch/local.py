@@ -69,7 +69,7 @@ def run_local(
     environ: Mapping[str, str] | None = None,
     grace: float = GRACE_SECONDS,
 ) -> int:
-    """Run `command` once as ranks 0..workers-1 of a job on this machine; return the exit code (docs/run_folder.md).
+    """Run `command` once as ranks 0..workers-1 of a job on this machine; return the exit code (docs/reference/run_folder.md).
 
     logs: folder for rank-R.log, which are appended to. The cause of a failure goes to stderr.
     """

@@ -8,7 +8,7 @@ with the same words.
 
 What the store or gloo opens is open to everybody who reaches it: torch's rendezvous knows no password. A job on one machine
 therefore stays on the loopback interface; rank 0 of a larger one listens on the job's address only, and gloo uses the
-interface that leads there. docs/multi_node.md has the rest.
+interface that leads there. docs/guides/multi_node.md has the rest.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What it takes care of, because each of these has cost people runs:
 
-- One task per GPU, ranks in blocks, so that the ranks of a node share Ulysses (docs/multi_node.md).
+- One task per GPU, ranks in blocks, so that the ranks of a node share Ulysses (docs/guides/multi_node.md).
 - Before the time limit Slurm signals the batch script only (`B:`). The script passes it on as SIGUSR1, because srun turns SIGTERM
   into SIGKILL of all tasks. The run saves and ends with 75, and the script puts the job back into the queue.
 - A job that was cancelled ends with 75 too, but is not RUNNING any more and stays away.
