@@ -1,9 +1,10 @@
-"""The demo: a tiny Llama learns long-range recall on four CPU workers, is exported, and answers through plain transformers.
+"""The demo: a tiny Llama learns long-range recall on four CPU workers, is exported, and answers in words through transformers.
 
     make demo
 
-Rows of 2,048 tokens state facts in their first eighth and ask for them in their third quarter. Four workers (ulysses 2 × ring 2)
-share every row, and none of them holds both a fact and a question: what is learned here went through the exchanges.
+Rows of 2,048 sentences say in their first eighth who lives where, and ask for it in their third quarter. Four workers (ulysses 2 ×
+ring 2) share every row, and none of them holds both a fact and a question: what is learned here went through the exchanges. A
+sentence is one token of the tokenizer that is made here and exported with the model.
 """
 
 from __future__ import annotations
@@ -15,36 +16,45 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from ithaca.data import Recall, recall_score
 
 RUN = Path("runs/demo")
 UNSEEN = 900_000  # rows from here on are never trained on
+PEOPLE = ("Anna", "Ben", "Clara", "David")
+TOWNS = ("Athens", "Cairo", "Delhi", "Lima", "Oslo", "Paris", "Rome", "Tokyo")
+NOTHING, QUESTION, FACT = "Nothing happens.", "Where does {} live?", "{} lives in {}."
 
 
 def main() -> int:
     began = time.perf_counter()
     shutil.rmtree(RUN, ignore_errors=True)
-    step("training: ithaca train --recipe tiny_cpu")
-    ithaca("train", "--recipe", "tiny_cpu", "--run.folder", str(RUN))
-    step(f"export: ithaca export {RUN} {RUN}/export")
-    ithaca("export", str(RUN), str(RUN / "export"), "--dtype", "fp32")
+    step("training: ithaca train --recipe tiny_cpu --log.every 1")
+    ithaca("train", "--recipe", "tiny_cpu", "--log.every", "1", "--run.folder", str(RUN))
+    step(f"export: ithaca export {RUN} {RUN}/export --dtype fp32 --tokenizer {RUN}/words")
+    tokenizer_of_sentences().save_pretrained(RUN / "words")
+    ithaca("export", str(RUN), str(RUN / "export"), "--dtype", "fp32", "--tokenizer", str(RUN / "words"))
     step("the exported model in plain transformers, on rows it has never seen")
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(RUN / "export", dtype=torch.float32)
     task = Recall(2048, model.config.vocab_size)
     right, asked = score(model, task)
     print(f"recall: {right} of {asked} answers right, {right / asked:.2%}; guessing gives {task.chance:.1%}")
-    print(answer(model, task))
+    ask(model, task)
+    page = (RUN / "report" / "index.html").resolve()
     print(
-        f"\nDone in {time.perf_counter() - began:.0f} s. Where to look next:\n"
-        f"  {RUN}/config.yaml         every setting of this run; `ithaca train {RUN}/config.yaml` resumes it\n"
-        f"  {RUN}/metrics.jsonl       loss, rates, memory of each step\n"
-        f"  {RUN}/checkpoints         sharded checkpoints;  {RUN}/export: the Hugging Face folder\n"
-        "  ithaca recipes ls              runs for real models;  ithaca docs: every page\n"
-        "  ithaca verify llama3 --world 4 --stack.ulysses 2 --stack.ring 2    every gradient against the untouched model"
+        f"\nDone in {time.perf_counter() - began:.0f} s. Try it:\n"
+        f'  ithaca ask {RUN}/export --file {RUN}/story.txt "Where does Ben live?" --tokens 1 --cpu 1 --model.dtype fp32\n'
+        "  ithaca verify llama3 --world 4 --stack.ulysses 2 --stack.ring 2    every gradient against the untouched model\n"
+        "  ithaca recipes ls                    runs for real models;  ithaca docs: every page\n"
+        f"  {RUN}/config.yaml                every setting of this run; `ithaca train {RUN}/config.yaml` resumes it\n"
+        f"\nThe report, with every step, setting and its reason, is one page that needs no network: {RUN}/report/index.html\n"
+        f"Open it with `ithaca report {RUN} --open`, or give this to a browser: {page.as_uri()}"
     )
     if right / asked < 0.5:
         print("the model did not learn the task: something is broken", file=sys.stderr)
@@ -71,16 +81,33 @@ def score(model, task: Recall, rows: int = 16) -> tuple[int, int]:
     return right, asked
 
 
-def answer(model, task: Recall) -> str:
-    """Ask one question the way a user would: generate the next token."""
-    ids, labels, _ = task.read(UNSEEN, 0, task.context)
-    at = task.asked[0]
-    prompt = torch.from_numpy(ids[: at + 1])[None]
-    (token,) = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)[
-        0, at + 1 :
-    ]
-    verdict = "right" if int(token) == labels[at] else f"wrong, it is token {labels[at]}"
-    return f"generate: after {at + 1:,} tokens, asked for key {ids[at] - 1}, it answers with token {int(token)} ({verdict})"
+def tokenizer_of_sentences() -> PreTrainedTokenizerFast:
+    """The tokens of the task (ithaca/data/pairs.py) as sentences, one a line: what is a number there has a name here."""
+    facts = [FACT.format(person, town) for person in PEOPLE for town in TOWNS]
+    sentences = [NOTHING, *map(QUESTION.format, PEOPLE), *TOWNS, *facts]
+    made = Tokenizer(WordLevel({sentence: token for token, sentence in enumerate(sentences)}, unk_token=NOTHING))
+    made.pre_tokenizer = Split(Regex("\n+"), "removed")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"  # a story and a question are put together as they stand
+    return tokenizer
+
+
+def ask(model, task: Recall) -> None:
+    """Ask in words, the way a user would: a story that says where four people live, and questions a thousand sentences later."""
+    tokenizer = AutoTokenizer.from_pretrained(RUN / "export")
+    ids, *_ = task.read(UNSEEN, 0, task.asked[0])
+    story = tokenizer.batch_decode(ids[:, None])
+    (RUN / "story.txt").write_text("\n".join(story) + "\n")
+    facts = story[: task.context // 8]
+    print(f"\nA story of {len(story):,} sentences ({RUN}/story.txt) begins:\n  {' '.join(facts[: len(PEOPLE)])} ...")
+    print(f"and goes on with {len(story) - len(facts):,} times “{NOTHING}” Then it is asked:")
+    for person in PEOPLE:
+        question = QUESTION.format(person)
+        prompt = tokenizer("\n".join([*story, question]), return_tensors="pt", return_token_type_ids=False)
+        (told,) = model.generate(**prompt, max_new_tokens=1, do_sample=False)
+        answer = tokenizer.decode(told[-1:])
+        verdict = "right" if FACT.format(person, answer) in facts else "wrong"
+        print(f"  {question:24} {answer:8} {verdict}")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ FILES = (
     Received("model/tokenizer_config.json", (*PACK, *ASK), needed=False),
     Received("model/tokenizer.json", (*PACK, *ASK)),
     Received("model/generation_config.json", (("export", "run", "exported"), *ASK), needed=False),
+    Received("run/about.json", (REPORT,), counts=("about",), optional=True),
     Received("run/eval/step-2.json", (REPORT,), counts=("eval",), optional=True),
     Received("plan.json", (("report", "plan.json", "--out", "page.html"),), counts=("plan",)),
 )  # fmt: skip

@@ -96,6 +96,19 @@ def test_the_panel_goes_on_between_logged_steps_and_says_how_it_ended():
     assert "failed" in text_of(console).rpartition("╭")[2]
 
 
+@pytest.mark.parametrize("width", [40, 64, 80, 104, 120, 200])
+def test_the_newest_loss_is_in_sight_and_moves_with_every_logged_step(width: int):
+    display = Display("run", 100, console=terminal(120), quiet=True)
+    rows = []
+    for step in range(1, 61):
+        display.step(record(step, loss=100.0 / step))
+        console = terminal(width, color_system=None)
+        console.print(display._state)
+        rows.append(next(line for line in text_of(console).splitlines() if "loss " in line))
+    assert all("…" not in row for row in rows) and len(set(rows)) == 60
+    assert "█" in rows[-1] and "▁" in rows[-1]
+
+
 def test_a_terminal_without_unicode_gets_none():
     console = Console(file=io.TextIOWrapper(io.BytesIO(), "ascii"), force_terminal=True, width=120, height=30)
     console.print(busy(console))  # would raise

@@ -41,8 +41,10 @@ def other(tmp_path: Path):
 def test_names(tmp_path: Path):
     folder = RunFolder(str(tmp_path))
     names = [folder.config, folder.metrics, folder.checkpoints, folder.logs, folder.status, folder.report, folder.lock]
+    names.append(folder.about)
     assert [each.relative_to(tmp_path).as_posix() for each in [*names, folder.log(3)]] == [
-        "config.yaml", "metrics.jsonl", "checkpoints", "logs", "status.json", "report", "lock", "logs/rank-3.log",
+        "config.yaml", "metrics.jsonl", "checkpoints", "logs", "status.json", "report", "lock", "about.json",
+        "logs/rank-3.log",
     ]  # fmt: skip
     page = (Path(__file__).parents[2] / "docs" / "run_folder.md").read_text()
     assert f"version {CONTRACT}" in page and all(each.name in page for each in names)

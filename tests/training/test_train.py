@@ -93,6 +93,8 @@ def test_what_a_run_leaves_behind(workers: Workers, tmp_path: Path):
     assert status["state"] == "finished" and status["step"] == 3 and status["checkpoint"] == "checkpoints/step-3"
     again = load(tmp_path / "config.yaml", [], None).config
     assert again.stack.ring == 2 and again.train.steps == 3
+    about = json.loads((tmp_path / "about.json").read_text())
+    assert about["environment"]["ranks"] == 2 and about["data"]["sources"][0]["kind"] == "synthetic"
     lines = [line for line in metrics if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3] and lines[-1]["tokens"] == 3 * 4 * 128
     assert "eval_loss" in lines[1] and "eval_loss" not in lines[2]

@@ -81,6 +81,16 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, texts: Path, capsys):
     code, out, err = run(capsys, *trained, "--run.folder", tmp_path / "run")
     assert code == 0, err
     assert "1 rows of 128 tokens" in out and "finished 2 steps" in out
+    about = json.loads((tmp_path / "run" / "about.json").read_text())
+    (source,) = about["data"]["sources"]
+    assert (source["kind"], source["documents"], source["supervised"], source["counts"]["rows"]) == (
+        "tokens",
+        1,
+        127,
+        1,
+    )
+    assert about["environment"]["ranks"] == 1 and "torch" in about["environment"]["versions"]
+    assert f"steps: 2  # {tmp_path / 'run.yaml'}:3\n" in (tmp_path / "run" / "config.yaml").read_text()
     code, _, err = run(capsys, *trained, "--data.sources", tmp_path / "wrong.npy", "--run.folder", tmp_path / "wrong")
     assert code == 3 and "64" in err and "vocabulary" in err
     code, _, err = run(capsys, *trained, "--data.sources", texts, "--run.folder", tmp_path / "text")

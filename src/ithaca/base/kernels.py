@@ -87,6 +87,7 @@ class Kernel:
     every_head: bool = False  # any head size
     since: str = "ampere"  # the first kind of GPU that it is made for
     gpu: bool = True
+    rocm: bool = False  # torch has it for AMD's GPUs too, where we have not tried it
     condition: str = ""  # what a plan for another machine takes for granted
 
 
@@ -97,14 +98,14 @@ KERNELS = {
     ),
     "cudnn": Kernel("Cudnn", {64: (0.45, 0.43), 256: (0.60, 0.545)}, workspace=_cudnn_workspace, windows=False),
     "flash": Kernel(
-        "Flash", {64: (0.30, 0.29), 256: (0.31, 0.33)}, workspace=_flash_workspace,
+        "Flash", rocm=True, rates={64: (0.30, 0.29), 256: (0.31, 0.33)}, workspace=_flash_workspace,
         older_rates={64: (0.55, 0.45), 256: (0.62, 0.50)},  # for which it was written
     ),
     # no plan is for CPUs; where CPU tensors are measured, a rate stands in and the time is never shown
     "cpu": Kernel("Cpu", {256: (0.31, 0.33)}, gpu=False, every_head=True),
     # last, for what no other can; these rates are a guess from the bytes that it moves, and nobody has measured them
     "math": Kernel(
-        "Math", {256: (0.05, 0.05)}, workspace=_math_workspace, softcap=True, every_head=True,
+        "Math", {256: (0.05, 0.05)}, workspace=_math_workspace, softcap=True, every_head=True, rocm=True,
         condition="attention by plain matrix products, as no kernel is known for this model; their speed was not measured",
     ),
 }  # fmt: skip

@@ -101,6 +101,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def about(self) -> Path:
+        """What the run was made of at its newest start: the machine and its software, and the data."""
+        return self.path / "about.json"
+
+    @property
     def status(self) -> Path:
         """What the run is doing, or how it ended."""
         return self.path / "status.json"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from .measuring import at_least, going_on, say
 
 _HELP = """\
 Says before a run whether it fits, what holds the memory, how long a step takes and what bounds it, and chooses the fastest stack
-that fits. Any field of the stack can be fixed with --stack.FIELD VALUE.
+that fits. Any field of the stack can be fixed with --stack.FIELD VALUE. Of a run it plans what its file says; options win.
 
+  ithaca plan run.yaml --gpus 8xH100-80GB            # or a run folder, or a recipe: ithaca plan llama3_8b_1m_8xh100
+  ithaca plan llama3_8b --context 128K --compare 8xH100-80GB,1xH200,4xA100-80GB,1xRTX5090
   ithaca plan llama3_8b --gpus 8xH100-80GB --context 1M --host 1TB
   ithaca plan Qwen/Qwen3-8B --gpus 1xH200 --max-context --host 512GB
   ithaca plan llama3_8b --gpus 8xH100-80GB --context 1M --stack.recompute layer --stack.tile 8K
@@ -28,6 +31,7 @@ that fits. Any field of the stack can be fixed with --stack.FIELD VALUE.
 
 MODEL is a folder with config.json, that file, a model on the Hub (owner/name; only its config is fetched), or a preset:
 {presets}.
+RUN is a YAML file, a run folder, or a recipe (ithaca recipes ls); then every setting of it is an option too (--train.rows 8).
 """
 FIXED = "fields that stay as given; the planner chooses the others. Values are as in YAML (ithaca docs config)"
 GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
@@ -41,8 +45,11 @@ def add_plan(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_plan, traceback=False)
-    add_request(parser)
-    parser.add_argument("--compare", metavar="FIELD=VALUE,...", help="a second plan with these fields, side by side")
+    add_request(parser, run=True)
+    parser.add_argument(
+        "--compare", metavar="GPUS,... | FIELD=VALUE,...",
+        help="the same on each of these machines; or a second plan with these fields of the stack, side by side",
+    )  # fmt: skip
     parser.add_argument("--explain", action="store_true", help="memory of every phase, and every part of the time")
     parser.add_argument(
         "--dry-run", action="store_true", help="execute the real code on fake tensors and count (needs no GPU)"
@@ -52,24 +59,21 @@ def add_plan(verbs: Any) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
 
 
-def add_request(parser: Any, *, gpus: bool = True) -> None:
-    """What a plan is asked for, and a profile with the same words. gpus: whether they must be named."""
-    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, that file, owner/name, or a preset")
-    parser.add_argument("--gpus", required=gpus, help=GPUS if gpus else f"{GPUS}; not given: the GPU that is here")
-    length = parser.add_mutually_exclusive_group(required=True)
+def add_request(parser: Any, *, run: bool = False) -> None:
+    """What a plan is asked for, and a profile with the same words. run: a run may be given, which says most of it."""
+    what = "a folder with config.json, that file, owner/name, or a preset"
+    parser.add_argument("model", metavar="MODEL|RUN" if run else "MODEL", help=what + ("; or a run" if run else ""))
+    parser.add_argument("--gpus", help=GPUS if run else f"{GPUS}; not given: the GPU that is here")
+    length = parser.add_mutually_exclusive_group(required=not run)
     length.add_argument("--context", help="tokens of a row, such as 1M (1,048,576) or 1_000_000")
     length.add_argument("--max-context", action="store_true", help="the longest context that fits")
-    parser.add_argument(
-        "--rows", type=int, default=1, help="rows of a step, over all GPUs and micro-batches (default %(default)s)"
-    )
-    parser.add_argument(
-        "--accumulation", type=int, default=1, help="micro-batches that those rows are split into (default %(default)s)"
-    )
+    parser.add_argument("--rows", type=int, help="rows of a step, over all GPUs and micro-batches (default 1)")
+    parser.add_argument("--accumulation", type=int, help="micro-batches that those rows are split into (default 1)")
     parser.add_argument("--host", help="memory of one machine, such as 1TB; not given: what is usual, and said")
     parser.add_argument(
         "--disk", help="scratch space of one machine; not given: no disk is used unless you fix store=disk"
     )
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw8bit or muon (default %(default)s)")
+    parser.add_argument("--optimizer", help="adamw, adamw8bit or muon (default adamw)")
     parser.add_argument(
         "--offload-optimizer", action="store_true", help="weights, gradients and states wait in host memory"
     )
@@ -86,17 +90,17 @@ def add_request(parser: Any, *, gpus: bool = True) -> None:
     add_stack_options(parser, FIXED, older="set")
 
 
-# Words of `add_request` that are arguments of the planner's functions, under the same names
+# Words of `add_request` that are arguments of the planner's functions, under the same names: of the machines, and of the run
+MACHINES = ("host", "disk", "kernel")
 ASKED = (
-    "gpus", "rows", "accumulation", "host", "disk", "optimizer", "offload_optimizer", "lora", "asynchronous", "deterministic",
-    "kernel",
+    *MACHINES, "gpus", "rows", "accumulation", "optimizer", "offload_optimizer", "lora", "asynchronous", "deterministic",
 )  # fmt: skip
 
 
 def request(options: argparse.Namespace) -> dict[str, Any]:
-    """Those words as arguments of the planner's functions."""
+    """Those words as arguments of the planner's functions; what is not given is left to them."""
     pinned, problems = read_stack(options)
-    asked = {name: getattr(options, name) for name in ASKED}
+    asked = {name: value for name in ASKED if (value := getattr(options, name)) is not None}
     if options.lora_targets:
         asked["lora_targets"] = tuple(name.strip() for name in options.lora_targets.split(","))
         if not options.lora:
@@ -106,7 +110,7 @@ def request(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find(options: argparse.Namespace) -> Any:
-    """The plan that was asked for."""
+    """The plan of a model that was asked for."""
     from ..planner.search import max_context, plan
 
     if options.max_context:
@@ -114,53 +118,176 @@ def find(options: argparse.Namespace) -> Any:
     return plan(options.model, context=options.context, say=say, **request(options))
 
 
-def run_plan(options: argparse.Namespace) -> int:
-    from ..planner.search import plan
-    from ..planner.text import describe, side_by_side
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned: a model, or a part of a run."""
 
+    model: str  # what a dry run is built from
+    ask: Callable[
+        ..., Any
+    ]  # -> the plan. gpus: other machines; longest: at the longest context; changed: other fields of the stack
+    gpus: Any = None  # those that were named, if any
+    title: str = ""
+    context: int = 0  # of a part of a run
+    taken: Sequence[tuple[str, str, str]] = ()  # what, its value, and where that was said
+
+
+def _questions(options: argparse.Namespace, named: bool) -> list[Question]:
+    """named: GPUs are named elsewhere, so that --gpus may be left out."""
+    from ..planner.run import find_run
+
+    if find_run(options.model) is not None:
+        return _of_run(options, named)
+    if options.gpus is None and not named:
+        raise ValueError(f"on which GPUs? Give --gpus, {GPUS}, or several machines with --compare")
+    if options.context is None and not options.max_context:
+        raise ValueError("at which length? Give --context, such as 1M, or --max-context for the longest that fits")
+    asked = request(options)  # what is wrong with it is said now
+
+    def ask(longest: bool = False, changed: Mapping[str, Any] | None = None, **machine: Any) -> Any:
+        from ..planner.search import max_context, plan
+
+        whole = {**asked, **machine, **(changed or {})}
+        if longest:
+            return max_context(options.model, say=say, **whole)
+        return plan(options.model, say=say, **{"context": options.context, **whole})
+
+    return [Question(options.model, ask, options.gpus)]
+
+
+def _of_run(options: argparse.Namespace, named: bool) -> list[Question]:
+    from ..planner.run import hardware_of, load_run, overrides_of, parts_of, taken
+
+    loaded = load_run(options.model, overrides_of(options))
+    hardware, said = (None, "--compare") if named and options.gpus is None else hardware_of(loaded, options.gpus)
+    parts, took = parts_of(loaded), taken(loaded, hardware, said)
+    machine = {name: getattr(options, name) for name in MACHINES}
+    if options.max_context and len(parts) > 1:
+        raise ValueError(
+            f"{options.model} has {len(parts)} phases of different lengths; --max-context is of a run with one"
+        )
+
+    def question(part: Any) -> Question:
+        def ask(**more: Any) -> Any:
+            return part.plan(say=say, **{**machine, "gpus": hardware, **more})
+
+        context = part.asked["context"]
+        return Question(part.model, ask, hardware, part.title, context, took)
+
+    return [question(part) for part in parts]
+
+
+def run_plan(options: argparse.Namespace) -> int:
     at_least(1, layers=options.layers)
-    changed, problems = read_fields(split_words("--compare", options.compare) if options.compare else [])
-    require(problems, "there is nothing to compare with")
-    planned = find(options)
-    other = None
-    if changed:
-        other = plan(options.model, context=planned.context, say=say, **{**request(options), **changed})
-    counted, tried = None, []
-    if planned.executed and (options.layers is None or options.max_context):
-        counted = _shown(planned.memory) if options.dry_run else None  # which is what the plan was made by
-    elif options.dry_run and options.max_context and planned.fits:
-        planned, tried = _confirm(planned, options)
-        counted = next((_shown(attempt.memory) for attempt in tried if attempt.context == planned.context), None)
-    elif options.dry_run:
-        counted = _shown(_counted(planned, planned.context, options))
+    machines, changed = _compared(options.compare)
+    questions = _questions(options, bool(machines))
+    if machines:
+        return _compare(questions, machines, options)
+    answers = [_answer(question, changed, options) for question in questions]
     if options.html:
         from ..observe.report import write_report
 
-        write_report(options.html, plan=planned.json())
+        write_report(options.html, plan=answers[-1].plan.json())
     if options.json:
-        shown = planned.json()
-        if counted is not None:
-            shown["dry_run"] = counted
-        if tried:
-            shown["tried"] = [
-                {"context": attempt.context, "peak": attempt.peak, "fits": not attempt.excess} for attempt in tried
-            ]
-        print(json.dumps([shown, other.json()] if other else shown, indent=1))
-    elif other is not None:
-        print("\n".join(side_by_side(planned, other)))
+        shown = [part for answer in answers for part in answer.json()]
+        print(json.dumps(shown if len(shown) > 1 else shown[0], indent=1))
     else:
-        print("\n".join(describe(planned, explain=options.explain, dry=counted, tried=tried)))
-    return 0 if planned.fits else 5
+        print(
+            "\n".join([*_taken(questions[0]), *(line for answer in answers for line in answer.lines(options.explain))])
+        )
+    return 0 if all(answer.plan.fits for answer in answers) else 5
 
 
-def _confirm(plan: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
+def _compared(text: str | None) -> tuple[list[Any], dict[str, Any]]:
+    """What --compare names: machines, or fields of the stack."""
+    from ..planner.hardware import parse_gpus
+
+    if text is None or "=" in text:
+        changed, problems = read_fields(split_words("--compare", text) if text else [])
+        require(problems, "there is nothing to compare with")
+        return [], changed
+    return [parse_gpus(words) for words in text.split(",")], {}
+
+
+def _compare(questions: list[Question], machines: list[Any], options: argparse.Namespace) -> int:
+    from ..planner.compare import compare, table
+    from ..planner.hardware import parse_gpus
+
+    unused = [name for name in ("max_context", "dry_run", "html") if getattr(options, name)]
+    if unused:
+        raise ValueError(
+            f"--compare of machines shows one context by arithmetic; leave --{unused[0].replace('_', '-')} out"
+        )
+    question = max(questions, key=lambda each: each.context)
+    if question.gpus is not None:
+        machines = [parse_gpus(question.gpus) if isinstance(question.gpus, str) else question.gpus, *machines]
+    answers = compare(machines, question.ask)
+    if options.json:
+        print(json.dumps([answer.json() for answer in answers], indent=1))
+    else:
+        print("\n".join([*_taken(question), *table(answers)]))
+    return 0 if any(answer.plan and answer.plan.fits for answer in answers) else 5
+
+
+@dataclass
+class Answer:
+    """A plan, and what was found out beside it."""
+
+    question: Question
+    plan: Any
+    other: Any = None  # with fields that --compare names
+    counted: dict[str, Any] | None = None  # by a dry run
+    tried: Sequence[Any] = ()  # contexts that were counted to find the longest
+
+    def json(self) -> list[dict[str, Any]]:
+        shown = self.plan.json()
+        if self.question.taken:
+            shown["taken"] = [{"what": what, "value": value, "from": said} for what, value, said in self.question.taken]
+        if self.counted is not None:
+            shown["dry_run"] = self.counted
+        if self.tried:
+            shown["tried"] = [
+                {"context": attempt.context, "peak": attempt.peak, "fits": not attempt.excess} for attempt in self.tried
+            ]
+        return [shown] if self.other is None else [shown, self.other.json()]
+
+    def lines(self, explain: bool) -> list[str]:
+        from ..planner.text import describe, side_by_side
+
+        title = [self.question.title] if self.question.title else []
+        if self.other is not None:
+            return [*title, *side_by_side(self.plan, self.other)]
+        return [*title, *describe(self.plan, explain=explain, dry=self.counted, tried=self.tried)]
+
+
+def _taken(question: Question) -> list[str]:
+    wide, value = (max((len(row[at]) for row in question.taken), default=0) for at in (0, 1))
+    return [f"  {what:{wide}}  {said:{value}}  {place}" for what, said, place in question.taken]
+
+
+def _answer(question: Question, changed: dict[str, Any], options: argparse.Namespace) -> Answer:
+    planned = question.ask(longest=True) if options.max_context else question.ask()
+    other = question.ask(context=planned.context, changed=changed) if changed else None
+    answer = Answer(question, planned, other)
+    if planned.executed and (options.layers is None or options.max_context):
+        answer.counted = _shown(planned.memory) if options.dry_run else None  # which is what the plan was made by
+    elif options.dry_run and options.max_context and planned.fits:
+        answer.plan, answer.tried = _confirm(question, planned, options)
+        at = (_shown(attempt.memory) for attempt in answer.tried if attempt.context == answer.plan.context)
+        answer.counted = next(at, None)
+    elif options.dry_run:
+        answer.counted = _shown(_counted(question, planned, planned.context, options))
+    return answer
+
+
+def _confirm(question: Question, plan: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The longest context by the dry run. -> the plan there, and what was tried"""
     from ..planner.confirm import confirmed
     from ..planner.search import look
 
     if options.layers:
         raise ValueError("--max-context --dry-run counts every layer; leave --layers out")
-    context, tried = confirmed(plan, lambda tokens: _counted(plan, tokens, options), say)
+    context, tried = confirmed(plan, lambda tokens: _counted(question, plan, tokens, options), say)
     if context is None:
         return replace(plan, fits=False), tried
     there = look(replace(plan.job, context=context), plan.hardware)
@@ -174,10 +301,10 @@ def _shown(counted: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _counted(plan: Any, context: int, options: argparse.Namespace) -> Any:
+def _counted(question: Question, plan: Any, context: int, options: argparse.Namespace) -> Any:
     """The plan's stack, executed on fake tensors."""
     from ..planner.config import hf_config
     from ..planner.dry_run.run import dry_run
 
     with going_on(f"dry run at {format_tokens(context)}"):
-        return dry_run(replace(plan.job, context=context), hf_config(options.model), layers=options.layers)
+        return dry_run(replace(plan.job, context=context), hf_config(question.model), layers=options.layers)

@@ -38,7 +38,7 @@ def add_profile(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_profile)
-    add_request(parser, gpus=False)
+    add_request(parser)
     parser.add_argument(
         "--rank-of", type=int, metavar="N", help="run as rank 0 of N (default: as many as --gpus names)"
     )

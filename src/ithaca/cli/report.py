@@ -9,7 +9,8 @@ from typing import Any
 
 _HELP = """\
 Writes one HTML page that works offline: what ran and how it ended, the plan beside the measurement, memory by category and over
-time, the curves of training, kernels, and the stack with its reasons. Works while a run goes on, and after one that failed.
+time, the curves of training, evaluations, kernels, settings with their reasons, data, and the machine. Works while a run goes on,
+and after one that failed. Of two run folders the page is the first one's, with the second beside it.
 
 From a run folder it takes config.yaml, metrics.jsonl and status.json, and plan.json, ladder.json and profile.json where they are.
 JSON files may also be given by themselves, or beside the folder to use instead of those in it.
@@ -17,6 +18,7 @@ JSON files may also be given by themselves, or beside the folder to use instead 
 examples:
   ithaca report runs/mine
   ithaca report runs/mine --out mine.html --open
+  ithaca report runs/mine runs/other
   ithaca report plan.json ladder.json
 """
 
@@ -30,13 +32,13 @@ def add_report(verbs: Any) -> None:
     )
     parser.set_defaults(run=_report)
     parser.add_argument(
-        "inputs", metavar="RUN", nargs="+", type=Path, help="a run folder; or JSON of a plan, ladder, profile"
+        "inputs", metavar="RUN", nargs="+", type=Path, help="a run folder, or two; or JSON of a plan, ladder, profile"
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         type=Path,
-        help="file to write (default: RUN/report/index.html; for JSON files report.html)",
+        help="file to write (default: RUN/report/index.html; of two runs RUN/report/with-OTHER.html; for JSON files report.html)",
     )
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
@@ -49,7 +51,7 @@ def _report(options: argparse.Namespace) -> int:
 
     inputs = read_inputs(options.inputs)
     page = page_of(inputs)
-    out = write_page(options.out, page, inputs.run)
+    out = write_page(options.out, page, inputs.run, inputs.other and inputs.other.run)
     beside = descriptor(out) is None and out.is_file()  # else the page may have gone to the standard output
     print(f"wrote {out} ({format_bytes(len(page.encode()))})", file=sys.stdout if beside else sys.stderr)
     if options.open:

@@ -12,12 +12,34 @@ from .nodes import Place
 from .schema import Config, StackOptions
 
 _WORD = re.compile(r"(\.{0,2}/|[A-Za-z_])[A-Za-z0-9_./-]*")
+_LINE = re.compile(r"(?P<indent> *)(?P<item>- )?(?P<name>[A-Za-z_]\w*):(?P<rest>.*)")
+_ORIGIN = re.compile(r" {2}# (.*)$")
 _NOT_TEXT = {"null", "none", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 
 def dump(config: Config, origins: Mapping[str, Place] | None = None) -> str:
     """The config as YAML. origins: where values came from; each is added as a comment."""
     return "\n".join(_section(config, "", "", origins or {})) + "\n"
+
+
+def origins(text: str) -> dict[str, Place]:
+    """What the comments of such a text say: setting -> where it came from. What lies in lists has none of its own."""
+    found: dict[str, Place] = {}
+    above: list[tuple[int, str]] = []  # indent and name of the sections around a line; "-" is an item of a list
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        indent = len(match["indent"])
+        while above and above[-1][0] >= indent:
+            above.pop()
+        if match["item"] or any(name == "-" for _, name in above):
+            above.append((indent, "-"))
+            continue
+        above.append((indent, match["name"]))
+        if place := _ORIGIN.search(match["rest"]):
+            found[".".join(name for _, name in above)] = Place(place[1])
+    return found
 
 
 def _section(section: Any, indent: str, path: str, origins: Mapping[str, Place]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from .find import left_out_words
 from .folder import Packed
 from .manifest import DROPPED
 from .plan import Counts, make_plan, open_plan
+from .rows import Rows, Stream
 from .split import Split
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -71,6 +72,25 @@ def rows_at(
             name = f"{source['name']}, held out" if split is not None and split.held_out else source["name"]
             summaries.append({"source": name, "context": context, **asdict(counts), "full": counts.full})
     return summaries
+
+
+def about(stream: Stream) -> dict[str, Any]:
+    """What a run trains on, for whoever reads its results: of each source what it is, what is supervised, what was left out when it
+    was packed, and what its rows leave out."""
+    turn, sources, packed = sum(stream.order.counts), [], 0
+    for number, source in enumerate(stream.sources):
+        found: dict[str, Any] = {"name": source.name, "share": stream.order.counts[number] / turn, "rows": len(source)}
+        if isinstance(source, Rows):
+            manifest = source.packed.manifest
+            given, packed = manifest["sources"][packed], packed + 1
+            found |= {name: given[name] for name in _SHOWN if name not in ("name", "left_out")}
+            found["left_out"] = {reason: len(names) for reason, names in given["left_out"].items() if names}
+            found["counts"] = {**asdict(source.plan.counts), "full": source.plan.counts.full}
+            found["tokenizer"] = (manifest["tokenizer"] or {}).get("name")
+        else:
+            found["kind"] = "synthetic"
+        sources.append(found)
+    return {"context": stream.context, "rows": len(stream), "sources": sources}
 
 
 def sample(packed: Packed, tokenizer: Any | None, count: int = 3) -> list[dict[str, Any]]:

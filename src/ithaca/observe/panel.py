@@ -23,6 +23,7 @@ from .record import StepRecord
 from .text import UNKNOWN, duration, number, plain_line, written
 
 REMEMBERED = 120  # losses of the sparkline
+BESIDE = 27  # characters of a column that are not the sparkline's
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -47,7 +48,7 @@ class State:
         now = time.monotonic()
         width, height = options.max_width, options.size.height
         columns = 3 if width >= 104 else 2 if width >= 64 else 1
-        groups = self._cells(ascii_only=options.ascii_only)
+        groups = self._cells(width // columns, ascii_only=options.ascii_only)
         rows = -(-sum(map(len, groups)) // columns)
         if width < 32 or height < rows + 6:
             yield Text(self._short(now), no_wrap=True, overflow="ellipsis")
@@ -88,12 +89,13 @@ class State:
                 text += f" of about {duration(self.typical)}"
         return Text(text + "\n", "dim", no_wrap=True, overflow="ellipsis")
 
-    def _cells(self, *, ascii_only: bool) -> list[list[tuple[str, str]]]:
-        """Learning, speed, room: (label, value)."""
+    def _cells(self, room: int, *, ascii_only: bool) -> list[list[tuple[str, str]]]:
+        """Learning, speed, room: (label, value). room: characters of a column."""
         record = self.record
         more = {"loss": "", "copy_wait": ""}
         if len(self.losses) > 1 and not ascii_only:
-            more["loss"] = "  " + sparkline(self.losses, 16)
+            # beside label and number: what does not fit is cut off at its end, which is the newest
+            more["loss"] = "  " + sparkline(self.losses, max(4, min(16, room - BESIDE)))
         if record is not None and record.seconds > 0:
             more["copy_wait"] = f" ({record.copy_wait / record.seconds:.1%})"
         columns: dict[str, list[tuple[str, str]]] = {"learning": [], "speed": [], "room": []}

@@ -1,6 +1,6 @@
 """The machines of a run, as a plan sees them, and which attention kernels they get.
 
-parse_gpus("8xH100-80GB")    parse_gpus("2x8xH200")    parse_gpus("RTX4090")
+parse_gpus("8xH100-80GB")    parse_gpus("2x8xH200")    parse_gpus("GeForce RTX 5090")
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..base.kernels import GPU_KERNELS, KERNELS, problem
 from ..base.units import parse_bytes
 from ..engine.model.sizes import ModelSizes
-from .gpus import GPUS, Gpu
+from .gpus import GPUS, NVLINK, PCIE, THROUGH_HOST, Gpu
 from .links import Links, find_links
 
 PER_NODE = 8
@@ -45,6 +45,31 @@ class Hardware:
     def nodes(self) -> int:
         return -(-self.count // self.per_node)
 
+    @property
+    def rates(self) -> str:
+        """Where the rates of its arithmetic come from: measured, scaled or not known."""
+        return "measured" if self.gpu.measured else "scaled" if self.gpu.cuda else "not known"
+
+    @property
+    def about_links(self) -> str | None:
+        """Where the rates of what GPUs send each other come from; of one GPU there is nothing to say."""
+        if self.count == 1:
+            return None
+        needed = [self.links] if self.nodes == 1 else [self.links, self.fabric]
+        found = [links for links in needed if links is not None]
+        if found:
+            dates = " and ".join(dict.fromkeys(links.date for links in found))
+            missing = (
+                "" if len(found) == len(needed) else ", between machines not" if self.links else ", inside them not"
+            )
+            return f"links measured here on {dates}{missing}"
+        unmeasured = "links were not measured (ithaca doctor --links)"
+        if self.gpu.link == NVLINK or self.ranks_per_node == 1:
+            return unmeasured
+        rate = f"{self.gpu.nvlink / 1e9:.0f} GB/s each way"
+        shared = ", beside the copies to the host" if self.gpu.link in (PCIE, THROUGH_HOST) else ""
+        return f"no NVLink: GPUs talk over {self.gpu.link}, {rate}{shared}; {unmeasured}"
+
     def with_links(self) -> Hardware:
         """With what was measured here on as many GPUs of this kind (ithaca doctor --links)."""
         if self.count == 1 or self.links or self.fabric:
@@ -68,9 +93,10 @@ def kernels_for(model: ModelSizes, gpu: Gpu, asked: str | None) -> tuple[str, st
         return gpu.probed
     if asked is not None and asked not in GPU_KERNELS:
         raise ValueError(f"kernel={asked!r} is unknown; on a GPU it is one of {', '.join(GPU_KERNELS)}")
-    names = (
-        [name for name in GPU_KERNELS if gpu.hopper or KERNELS[name].since != "hopper"] if asked is None else [asked]
-    )
+    names = [name for name in GPU_KERNELS if _made_for(name, gpu)]
+    if asked is not None and asked not in names:
+        raise ValueError(f"kernel={asked!r} is not made for {gpu.name}, which has {', '.join(names)}")
+    names = names if asked is None else [asked]
     kinds = {window is not None for window in model.windows}
     kernels = []
     for windowed in (False, True):
@@ -85,7 +111,17 @@ def kernels_for(model: ModelSizes, gpu: Gpu, asked: str | None) -> tuple[str, st
     return kernels[0], kernels[1]
 
 
-_FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([a-z][a-z0-9 ]*?)(?:[-\s]([0-9.]+\s*[a-z]+))?", re.IGNORECASE)
+def _made_for(kernel: str, gpu: Gpu) -> bool:
+    return (gpu.hopper or KERNELS[kernel].since != "hopper") and (gpu.cuda or KERNELS[kernel].rocm)
+
+
+_FORM = re.compile(
+    r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([a-z][a-z0-9]*(?:[ _-][a-z][a-z0-9]*|[ _-][0-9]{4})*)(?:[-\s]([0-9.]+\s*[a-z]+))?",
+    re.IGNORECASE,
+)
+_MEANINGLESS = re.compile(
+    r"nvidia|geforce|amd|instinct|sxm\d?"
+)  # words of a product's full name that tell nothing apart
 
 
 def parse_gpus(text: str) -> Hardware:
@@ -97,7 +133,7 @@ def parse_gpus(text: str) -> Hardware:
     nodes, count, name, memory = match.groups()
     if count is None:
         nodes, count = None, nodes
-    short = re.sub(r"[\s_]", "", name.lower())
+    short = _MEANINGLESS.sub("", re.sub(r"[\s_-]", "", name.lower()))
     gpu = GPUS.get(short) or GPUS.get(f"rtx{short}")
     if gpu is None:
         raise ValueError(

@@ -95,7 +95,9 @@ def ladder(what: str, *, gpus: str | Hardware, context: int | str, layers: int |
     whole = read_sizes(what)
     model = sliced(whole, layers)
     hardware = parse_gpus(gpus) if isinstance(gpus, str) else gpus
-    best = plan(model, gpus=hardware, context=context, advise=False, **options).stack
+    found = plan(model, gpus=hardware, context=context, advise=False, **options)
+    _ = found.speed  # a GPU without a rate is refused here: a ladder is of memory and time
+    best = found.stack
     pinned = {field.name: options.pop(field.name) for field in fields(Stack) if field.name in options}
 
     def look(stack: Stack) -> Plan:

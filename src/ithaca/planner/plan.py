@@ -24,7 +24,7 @@ class Plan:
     job: Job  # what was asked
     hardware: Hardware
     memory: Memory
-    predicted: Speed | None  # None: a model without arithmetic here, whose memory was counted by a dry run
+    predicted: Speed | None  # None: a model without arithmetic here, or a GPU without a rate (`untimed` says which)
     fits: bool
     reasons: list[tuple[str, Any, str]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
@@ -41,13 +41,22 @@ class Plan:
 
     @property
     def speed(self) -> Speed:
-        """Of a model with arithmetic; others are refused by name."""
+        """Where it is predicted; what cannot be done without it is refused by name."""
         if self.predicted is None:
             raise ValueError(
-                f"{self.model.name} has no arithmetic here, so no time is predicted for it, and this cannot be done without one; "
+                f"{self.untimed}, so no time is predicted, and this cannot be done without one; "
                 "`ithaca plan` says what it holds, and `ithaca profile` measures it"
             )
         return self.predicted
+
+    @property
+    def untimed(self) -> str | None:
+        """Why there is no time, if there is none."""
+        if self.predicted is not None:
+            return None
+        if self.executed:
+            return f"{self.model.name} has no arithmetic here"
+        return f"nobody has run this on {self.hardware.gpu.name}: its attention kernels have no known rate"
 
     @property
     def seconds(self) -> float | None:
@@ -130,6 +139,11 @@ class Plan:
         if hardware.gpu.probed is None:  # nobody has looked whether they are there
             kernels = {job.kernel_of(layer) for layer in range(job.model.layers)}
             assumptions += [KERNELS[name].condition for name in sorted(kernels) if KERNELS[name].condition]
+        if not hardware.gpu.cuda:
+            assumptions.append(
+                f"torch for ROCm holds on {hardware.gpu.name} what torch for CUDA holds on an H200: not measured, nor has anything "
+                "here been run on it"
+            )
         if job.offload and self.predicted:
             assumptions.append(
                 f"AdamW on the host at {format_bytes(HOST_RATE)} a second a machine, all its ranks together"
@@ -178,7 +192,8 @@ class Plan:
             "model": self.model.json(),
             "hardware": {
                 "gpus": self.hardware.count, "gpu": gpu.name, "gpu_memory": gpu.memory,
-                "host_memory": self.hardware.host, "disk": self.hardware.disk,
+                "host_memory": self.hardware.host, "disk": self.hardware.disk, "rates": self.hardware.rates,
+                "links": self.hardware.about_links,
             },
             "context": self.context, "rows": self.rows, "accumulation": self.job.accumulation,
             "optimizer": self.job.optimizer, "offload_optimizer": self.job.offload, "lora": self.job.lora,
@@ -189,6 +204,7 @@ class Plan:
             "allocated": self.allocated, "host": self.memory.host, "disk": self.memory.disk,
             "snapshot": self.memory.snapshot,
             "counted_by": f"a dry run of its own code, {self.executed} layers executed" if self.executed else "arithmetic",
+            "untimed": self.untimed,
             "time": self.predicted and {
                 "step": self.speed.seconds, "tokens_per_second": self.speed.tokens_per_second,
                 "parts": self.speed.parts, "bound_by": self.speed.bound_by,

@@ -11,7 +11,7 @@ from .plan import Plan
 def reasons_of(plan: Plan, pinned: dict[str, Any], kernel: str | None) -> list[tuple[str, Any, str]]:
     """One reason for each field of the stack that matters. pinned: fields that were given. kernel: the one that was given."""
     stack, gpu = plan.stack, plan.hardware.gpu
-    tried = "" if plan.predicted else ", of a few that are tried"
+    tried = "" if not plan.executed else ", of a few that are tried"
     reasons = []
 
     def because(name: str, why: str) -> None:

@@ -114,8 +114,12 @@ def plan(
         return first_that_fits(job, hardware, config, pinned, kernel=kernel, only_fit=only_fit, say=say)
     _ = job.trained  # a target that the model does not have is refused here
     if stack is not None:
-        return look(job, hardware)
-    return fastest(job, hardware, kernel=kernel, advise=advise, only_fit=only_fit, **pinned)
+        found = look(job, hardware)
+    else:
+        found = fastest(job, hardware, kernel=kernel, advise=advise, only_fit=only_fit, **pinned)
+    return (
+        found if hardware.gpu.cuda else replace(found, predicted=None)
+    )  # scaled rates may order stacks, not tell a time
 
 
 def look(job: Job, hardware: Hardware) -> Plan:
@@ -159,7 +163,8 @@ def fastest(
 
 def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
     """The plan of the longest context that fits, in multiples of `step` tokens."""
-    if isinstance(model, str) and _is_own(model, Stack(engine=options.get("engine", "auto"))):
+    given = options.get("stack") or Stack(engine=options.get("engine", "auto"))
+    if isinstance(model, str) and _is_own(model, given):
         ranks = (parse_gpus(gpus) if isinstance(gpus, str) else gpus).count
         return longest(lambda tokens: plan(model, gpus=gpus, context=tokens, only_fit=True, **options), ranks, step)
 
@@ -358,7 +363,8 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
             if "host" in hardware.assumed:  # more GPUs of a machine come with more memory
                 more = replace(more, host=more.gpu.host * more.ranks_per_node)
             if plan := tried(hardware=more):
-                yield f"{more.words}: {format_bytes(plan.peak)} a GPU, {plan.speed.tokens_per_second:,.0f} tokens/s each"
+                rate = f", {plan.speed.tokens_per_second:,.0f} tokens/s each" if more.gpu.cuda else ""
+                yield f"{more.words}: {format_bytes(plan.peak)} a GPU{rate}"
                 break
     shorter = job.context
     while shorter > 2048:

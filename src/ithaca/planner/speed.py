@@ -22,6 +22,7 @@ from ..engine.cost import RankCost
 from ..engine.job import Job
 from ..engine.limits import BF16, FP32, HOLD_BYTES, NEWTON_SCHULZ, PROJECTION_TILES
 from .flops import visible_pairs
+from .gpus import INFINITY, NVLINK
 from .hardware import Hardware
 from .links import Links
 
@@ -82,7 +83,9 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
         update = UPDATED * job.trained / rank.shards * hardware.ranks_per_node / HOST_RATE
         parts["optimizer"] = (update + (job.accumulation - 1) * gradients / ADDED_RATE) / job.accumulation
     parts["pcie"] = waited / gpu.pcie + max(0.0, (kept + read) / gpu.pcie - compute)
-    parts["links"] = _links(rank, hardware, compute)
+    # where GPUs talk over PCIe too, copies have taken their share of the time that what is sent could hide behind
+    beside = compute if gpu.link in (NVLINK, INFINITY) else max(0.0, compute - (kept + read) / gpu.pcie)
+    parts["links"] = _links(rank, hardware, beside)
     if job.optimizer == "muon":
         parts["optimizer"] = _muon(rank, hardware) / job.accumulation
     parts = {name: job.accumulation * seconds for name, seconds in parts.items()}
@@ -160,8 +163,8 @@ def _tiles(job: Job, tokens: float, bandwidth: float) -> float:
     return _stages(job) * count / PROJECTION_TILES * PROJECTED + count * (TILED + read_add_write * weights / bandwidth)
 
 
-def _links(rank: RankCost, hardware: Hardware, compute: float) -> float:
-    """Seconds of communication that computation cannot hide."""
+def _links(rank: RankCost, hardware: Hardware, beside: float) -> float:
+    """Seconds of communication that cannot hide behind so many seconds of computation."""
     job, stack, model, attention = rank.job, rank.stack, rank.model, rank.attention
     inside, between = _rates(hardware.gpu.nvlink, hardware.links), _rates(hardware.network, hardware.fabric)
     beyond = _beyond(job, hardware)
@@ -184,7 +187,7 @@ def _links(rank: RankCost, hardware: Hardware, compute: float) -> float:
     exposed = exchange / (len(attention.stages) if attention.overlaps else 1)
     exposed += model.layers * attention.last_hop() / beyond.ring
     exposed += sharding / model.layers
-    return exposed + max(0.0, exchange + ring + sharding - exposed - compute)
+    return exposed + max(0.0, exchange + ring + sharding - exposed - beside)
 
 
 def sharded_bytes(rank: RankCost) -> dict[str, int]:

@@ -9,7 +9,6 @@ from typing import Any
 from ..base.holding import CATEGORIES, PHASES
 from ..base.units import format_bytes, format_tokens
 from ..stack import Stack
-from .hardware import Hardware
 from .plan import HOST_SHARE, Plan
 from .speed import Speed
 
@@ -41,11 +40,13 @@ def describe(
         lines.append(f"  host    {format_bytes(plan.host)} a machine; a GPU: {split}")
     if plan.disk:
         lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(plan.disk)} a machine")
-    if plan.predicted is None:
+    if plan.executed:
         lines.append(
             f"  counted by a dry run of the model's own code ({plan.executed} of {plan.model.layers} layers executed, the others "
             "are alike); no arithmetic, so no time is predicted"
         )
+    elif plan.predicted is None:
+        lines.append(f"  time    not predicted: {plan.untimed}")
     else:
         lines += _time(plan, plan.predicted)
     lines += [f"  assumed {assumption}" for assumption in plan.assumed]
@@ -73,7 +74,7 @@ def _time(plan: Plan, speed: Speed) -> list[str]:
     parts = ", ".join(f"{name} {seconds(time)}" for name, time in speed.parts.items() if time > 0.005 * speed.seconds)
     said = f"{seconds(speed.seconds)} a step, {speed.tokens_per_second:,.0f} tokens/s per GPU"
     notes = [] if gpu.measured else [f"rates were measured on an H200 and scaled to {gpu.name}"]
-    notes += [] if plan.hardware.count == 1 else [_about_links(plan.hardware)]
+    notes += [plan.hardware.about_links] if plan.hardware.about_links else []
     lines = [f"  time    {said}; bound by {speed.bound_by} ({parts})"]
     return lines + ([f"          {'; '.join(notes)}"] if notes else [])
 
@@ -140,18 +141,6 @@ def _dry(plan: Plan, dry: dict[str, Any]) -> list[str]:
 
 def _field(stack: Stack, name: str) -> str:
     return _value(stack.words(name))
-
-
-def _about_links(hardware: Hardware) -> str:
-    needed = [hardware.links] if hardware.nodes == 1 else [hardware.links, hardware.fabric]
-    measured = [links for links in needed if links is not None]
-    if not measured:
-        return "links were not measured (ithaca doctor --links)"
-    dates = " and ".join(dict.fromkeys(links.date for links in measured))
-    missing = (
-        "" if len(measured) == len(needed) else ", between machines not" if hardware.links else ", inside them not"
-    )
-    return f"links measured here on {dates}{missing}"
 
 
 def _value(value: Any) -> str:

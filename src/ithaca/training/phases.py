@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from ..base.exits import CONFIG, Failed
 from ..base.run_folder import RunFolder
-from ..config import dump
 from ..config.curriculum import phase_configs
+from ..config.dump import dump, origins
 from ..config.schema import Config, StackOptions
 from ..engine.build import device_of, model_config
 from ..engine.ranks import on_rank0, world_group
@@ -54,7 +54,7 @@ def train_in_phases(config: Config, text: str | None, train: TrainPhase) -> int:
         return train(counted(config), text, first=True, last=True)
     parts = [_with_stack(part) for part in phase_configs(config)]
     chosen = [replace(phase, stack=part.stack) for phase, part in zip(config.phases, parts, strict=True)]
-    text = dump(replace(config, phases=tuple(chosen)))
+    text = dump(replace(config, phases=tuple(chosen)), origins(text or ""))
     done = on_rank0(world_group(), lambda: _newest(config))
     code, first = 0, True
     for number, part in enumerate(parts, 1):

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from ..base.processes.signals import Stop, StoppedEarly, listen
 from ..base.processes.system import LAUNCHER
 from ..base.redact import redacted
 from ..base.run_folder import RunFolder, unclean
-from ..config import dump
-from ..config.nodes import load_plain
+from ..config.dump import dump, origins
+from ..config.nodes import Place, load_plain
 from ..config.schema import Config, StackOptions
+from ..data.report import about
 from ..data.rows import Stream
 from ..data.samples import Loader, open_stream, pack_sources
 from ..engine.build import DTYPES, device_of, model_config, model_name, prepared
@@ -42,6 +43,7 @@ from ..evaluation.publish import publish
 from ..evaluation.suite import Suite, run_suite
 from ..evaluation.suite import headline as headline_of
 from ..observe.display import Display
+from ..observe.environment import environment
 from ..observe.logs import log_to
 from ..observe.metrics import Metrics
 from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
@@ -130,7 +132,10 @@ class Trainer:
         if self.plan is None and rank == 0 and self.device.type == "cuda" and has_arithmetic(self.hf):
             self.plan = planned(config, self.hf, world, self.device, self.stack)
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
-        self.text = redacted(text if text is not None and config.stack.chosen else dump(as_asked(self.config)))
+        if text is None or config.stack.chosen is None:  # with what auto became, and where the rest came from
+            chosen = {f"stack.{field.name}": Place("auto") for field in fields(Stack)} if config.stack.auto else {}
+            text = dump(as_asked(self.config), {**origins(text or ""), **chosen})
+        self.text = redacted(text)
         self.step = 0
         self.tokens = 0
         self.stopping: str | None = None
@@ -171,6 +176,10 @@ class Trainer:
             if self.plan is not None:
                 write_atomically(self.folder.plan, json.dumps(self.plan.json(), indent=1) + "\n")
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU process"
+        if self.rank == 0:
+            where = environment(device, world_group().size, config.launch.nodes)
+            record = {"about": 1, "environment": where, "data": about(stream)}
+            write_atomically(self.folder.about, json.dumps(record, indent=1) + "\n")
         shared = torch.cuda.device_count() if self.config.launch.share_gpu else 0
         facts = facts_of(
             self.model, self.config, model=model_name(self.config.model), device=device, shared=shared, done=self.step,

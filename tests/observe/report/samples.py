@@ -222,6 +222,43 @@ launch:
 """
 
 
+def about(**environment: Any) -> dict[str, Any]:
+    """As a run writes it when it starts."""
+    counts = {
+        "documents": 11_800, "tokens": 900_000_000, "rows": 858, "long_documents": 310, "longest": 4_200_000, "split_pieces": 990,
+        "unpredicted": 680, "dropped_documents": 0, "dropped_tokens": 0, "unlearnable_pieces": 3, "unlearnable_tokens": 900,
+        "padding": 1_000_000, "full": 0.9989,
+    }  # fmt: skip
+    books = {
+        "name": "data/books/*.jsonl", "share": 0.75, "rows": 858, "kind": "text", "use": None, "marked_by": None,
+        "documents": 12_000, "chats": 0, "tokens": 900_000_000, "supervised": 900_000_000, "dropped": {"empty": 7},
+        "left_out": {"of no known format": 2}, "counts": counts, "tokenizer": "models/Meta-Llama-3-8B",
+    }  # fmt: skip
+    chats = {
+        **books,
+        "name": "data/chats.jsonl",
+        "share": 0.25,
+        "kind": "preference",
+        "use": "chosen",
+        "documents": 40_000,
+    }
+    chats |= {
+        "tokens": 80_000_000,
+        "supervised": 20_000_000,
+        "dropped": {},
+        "left_out": {},
+        "counts": {},
+        "marked_by": "llama3",
+    }
+    where = {
+        "time": "2026-11-15T06:27:00Z", "command": "ithaca train run.yaml --train.steps 400", "folder": "/me", "host": "node-1",
+        "device": "NVIDIA H100 80GB HBM3", "ranks": 8, "nodes": 1, "system": "Linux-6.8", "cpus": 192, "memory": 2_000 * GB,
+        "cuda": "13.0", "versions": {"ithaca": "0.1.0", "python": "3.12.3", "torch": "2.11.0"},
+    }  # fmt: skip
+    data = {"context": CONTEXT, "rows": 900, "sources": [books, chats]}
+    return {"about": 1, "environment": {**where, **environment}, "data": data}
+
+
 def line(step: int, steps: int, noise: random.Random) -> dict[str, Any]:
     share = step / steps
     seconds = noise.gauss(184.6, 1.2) + (41 if step == 1 else 0)
@@ -259,12 +296,13 @@ def write_run(
             lines.append({"event": "resume", "time": "2026-11-15T13:00:00Z", "from_step": step})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     (folder / "config.yaml").write_text(CONFIG.replace("{name}", json.dumps(name)))
-    about = {
+    state = {
         "contract": 1, "state": "finished", "time": "2026-11-16T02:57:00Z", "host": "node", "pid": 1,
         "step": steps, "steps": wanted or steps,
         "checkpoint": f"checkpoints/step-{steps}", "exit_code": 0, "resume": "ithaca train runs/first/config.yaml",
     }  # fmt: skip
-    (folder / "status.json").write_text(json.dumps({**about, **status}))
+    (folder / "status.json").write_text(json.dumps({**state, **status}))
+    (folder / "about.json").write_text(json.dumps(about()))
     if parts:
         for kind, found in (("plan", plan()), ("ladder", ladder()), ("profile", profile())):
             (folder / f"{kind}.json").write_text(json.dumps(found))

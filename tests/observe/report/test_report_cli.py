@@ -52,6 +52,16 @@ def test_a_file_beside_a_run_wins_and_folders_are_made(here: Path, capsys: pytes
     assert not (run / "report").exists()
 
 
+def test_two_runs_get_a_page_of_their_own(here: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("first", "second"):
+        samples.write_run(here / "runs" / name, steps=8, parts=False)
+    assert cli(capsys, "runs/first")[0] == 0
+    alone = Path("runs/first/report/index.html").read_text()
+    code, out, _ = cli(capsys, "runs/first", "runs/second")
+    assert code == 0 and out.startswith("wrote runs/first/report/with-second.html (")
+    assert Path("runs/first/report/index.html").read_text() == alone
+
+
 def test_open(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     Path("plan.json").write_text('{"plan": 1}')
     opened: list[str] = []
@@ -72,7 +82,9 @@ BAD = {
     "version": ({"a.json": '{"plan": 2}'}, ["a.json"], "a.json is a plan of version 2, this ithaca knows 1"),
     "true": ({"a.json": '{"plan": true}'}, ["a.json"], "of version true"),
     "two plans": ({"a.json": '{"plan": 1}', "b.json": '{"plan": 1}'}, ["a.json", "b.json"], "two of the kind plan; give one"),
-    "two runs": ({"a/config.yaml": "", "b/config.yaml": ""}, ["a", "b"], "a and b are two run folders; give one"),
+    "three runs": ({f"{n}/config.yaml": "" for n in "abc"}, ["a", "b", "c"], "a, b, c are 3 run folders; give one, or two to"),
+    "no second run": ({"a/config.yaml": "", "b/x": ""}, ["a", "b"], "b is no run folder"),
+    "about": ({"r/config.yaml": "", "r/about.json": "{"}, ["r"], "r/about.json cannot be read"),
     "plan in a run": ({"r/config.yaml": "", "r/plan.json": '{"ladder": 1}'}, ["r"], "r/plan.json is no plan: its first key"),
     "status": ({"r/status.json": "{"}, ["r"], "r/status.json cannot be read"),
     "contract": ({"r/status.json": '{"contract": 9}'}, ["r"], "contract version 9"),

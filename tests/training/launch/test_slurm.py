@@ -168,7 +168,7 @@ def test_the_example_is_what_the_command_writes_and_runs(
     capsys: pytest.CaptureFixture[str],
     cluster: Callable[[str], subprocess.Popen[str]],
 ):
-    """examples/cluster/slurm.sh, in a folder as docs/guides/multi_node.md has it made. No batch script of ours changes without it."""
+    """examples/cluster/slurm.sh, in a folder as docs/guides/multi_node.md makes it. No batch script of ours changes without it."""
     monkeypatch.chdir(tmp_path)
     assert main(["recipes", "cp", "qwen3_32b_4m_16xh100", "run.yaml"]) == 0
     capsys.readouterr()

@@ -143,6 +143,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+PUBLISHED = {
+    "meta-llama/Meta-Llama-3-8B": "llama3_8b", "meta-llama/Llama-3.1-8B": "llama31_8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama31_8b", "meta-llama/Llama-3.1-70B": "llama31_70b",
+    "meta-llama/Llama-3.2-1B": "llama32_1b", "meta-llama/Llama-3.2-3B": "llama32_3b", "Qwen/Qwen3-4B": "qwen3_4b",
+    "Qwen/Qwen3-8B": "qwen3_8b", "Qwen/Qwen3-14B": "qwen3_14b", "Qwen/Qwen3-32B": "qwen3_32b",
+    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
+}  # fmt: skip
+"""Names on the Hub whose sizes a preset has: a run that names one is planned without a network, and without a licence."""
+
+
 def find_preset(name: str) -> str | None:
     """The preset that is meant, for a proof: a tiny one may be called by its family alone (llama3, gemma3)."""
     return name if name in PRESETS else f"tiny_{name}" if f"tiny_{name}" in PRESETS else None

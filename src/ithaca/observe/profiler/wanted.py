@@ -55,7 +55,7 @@ def _read(cls: Any, given: Mapping[str, Any]) -> Any:
 def expected(plan: Plan, wanted: Wanted, kernel: str) -> Plan:
     """The plan of exactly what is run: its layers, and the attention kernel that the machine has."""
     whole = replace(wanted.job, kernel=kernel, windowed=with_windows(kernel))
-    if plan.predicted is None:
+    if plan.executed:
         return _expected_own(plan, wanted, whole)
     sizes = sliced(whole.model, wanted.layers)
     part = look(replace(whole, model=sizes, stack=shortened_stack(whole.stack, sizes.layers)), plan.hardware)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...base.holding import PHASES
+from ...config.dump import origins
 from ..record import StepRecord
+from .about import meaning
 from .decimate import pick, pick_stacked, running_mean
 from .inputs import Inputs
 from .summary import gpu_memory, per
@@ -185,23 +187,23 @@ def curves(inputs: Inputs) -> list[dict[str, Any]]:
     )
     plots = []
     for name, title, kind, zero, smooth, fields in wanted:
-        lines = [line for field, label in fields.items() if (line := _line(inputs, field, label))]
+        lines = [line for field, label in fields.items() if (line := line_of(inputs, field, label))]
         if not lines:
             continue
         limit = gpu_memory(inputs) if lines[0]["name"] == "gpu_peak" else None
-        lines = [_short(line, smooth) for line in lines]
+        lines = [thinned(line, smooth) for line in lines]
         plots.append({"name": name, "title": title, "kind": kind, "zero": zero, "limit": limit, "lines": lines})
     return plots
 
 
-def _line(inputs: Inputs, name: str, label: str) -> dict[str, Any] | None:
+def line_of(inputs: Inputs, name: str, label: str) -> dict[str, Any] | None:
     points = [(line["step"], value) for line in inputs.steps if (value := number(line.get(name))) is not None]
     if not points or (name in ("host_peak", "disk_peak") and not any(value for _, value in points)):
         return None
     return {"name": name, "label": label, "x": [step for step, _ in points], "y": [value for _, value in points]}
 
 
-def _short(line: dict[str, Any], smooth: bool) -> dict[str, Any]:
+def thinned(line: dict[str, Any], smooth: bool) -> dict[str, Any]:
     xs, ys = line["x"], line["y"]
     kept = pick(ys)
     short = {**line, "x": [xs[index] for index in kept], "y": [ys[index] for index in kept], "points": len(xs)}
@@ -288,10 +290,12 @@ def profile(inputs: Inputs) -> dict[str, Any] | None:
 
 
 def stack(inputs: Inputs) -> list[dict[str, Any]]:
-    """Every switch with its value and, where the plan says so, why."""
+    """Every switch with its value; why, where the plan says so, and else what it means; and where it was said."""
     planned = table(at(inputs.plan, "stack"))
     ran = {name: value for name, value in table(inputs.config.get("stack")).items() if name not in ("auto", "scratch")}
     reasons = {text(reason.get("field")): reason for reason in tables(at(inputs.plan, "reasons"))}
+    places = origins(inputs.config_text or "")
+    given = any(path.startswith("stack.") for path in places)
     values = {**planned, **ran}
     if values.get("attention") == "auto" and (kernel := _kernel(inputs)):
         values["attention"] = f"{kernel} (auto)"
@@ -299,14 +303,16 @@ def stack(inputs: Inputs) -> list[dict[str, Any]]:
     for name, value in values.items():
         differs = name in planned and name in ran and said(planned[name]) != said(ran[name])
         why = text(at(reasons.get(name), "why"))
-        rows.append(
-            {"field": name, "value": said(value), "planned": said(planned[name]) if differs else None, "why": why}
-        )
+        place = places.get(f"stack.{name}")
+        rows.append({
+            "field": name, "value": said(value), "planned": said(planned[name]) if differs else None,
+            "why": meaning(f"stack.{name}") if why in (None, "given") else why,
+            "from": str(place) if place else "default" if given else None,
+        })  # fmt: skip
     for name, reason in reasons.items():  # what the plan decided beyond the stack, such as train.offload_optimizer
         if name and name not in values:
-            rows.append(
-                {"field": name, "value": said(reason.get("value")), "planned": None, "why": text(reason.get("why"))}
-            )
+            why = text(reason.get("why"))
+            rows.append({"field": name, "value": said(reason.get("value")), "planned": None, "why": why, "from": None})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What a page is made of: a run folder, and up to one plan, ladder and profile each.
+"""What a page is made of: a run folder, another to compare it with, and up to one plan, ladder and profile each.
 
 A plan, a ladder and a profile are JSON files that say what they are with their first key: {"plan": 1, ...}. They may lie in the run
 folder under their own names or be given beside it; a given one wins. What cannot be read is a ValueError of one sentence.
@@ -38,25 +38,28 @@ class Inputs:
     profile: dict[str, Any] | None = None
     eval: dict[str, Any] | None = None
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # by step, the given one last
+    about: dict[str, Any] = field(default_factory=dict)  # machine, software and data
+    other: Inputs | None = None  # a run to compare with
 
 
 def read_inputs(paths: Iterable[str | os.PathLike[str]]) -> Inputs:
-    """A run folder, JSON files, or both."""
-    run: Path | None = None
+    """A run folder or two, JSON files, or both; the files belong to the first folder."""
+    runs: list[Path] = []
     given: dict[str, tuple[Path, dict[str, Any]]] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"{path} is not there; give a run folder, or JSON files of a plan, ladder or profile")
         if path.is_dir():
-            if run is not None:
-                raise ValueError(f"{run} and {path} are two run folders; give one")
-            run = path
+            runs.append(path)
             continue
         kind, content = read_json(path)
         if kind in given:
             raise ValueError(f"{given[kind][0]} and {path} are two of the kind {kind}; give one")
         given[kind] = (path, content)
-    return gather(run, {kind: content for kind, (_, content) in given.items()})
+    if len(runs) > 2:
+        raise ValueError(f"{', '.join(map(str, runs[:3]))} are {len(runs)} run folders; give one, or two to compare")
+    inputs = gather(runs[0] if runs else None, {kind: content for kind, (_, content) in given.items()})
+    return replace(inputs, other=_read_run(runs[1])) if len(runs) > 1 else inputs
 
 
 def gather(run: Path | None, given: Mapping[str, dict[str, Any] | None]) -> Inputs:
@@ -86,7 +89,7 @@ def read_json(path: Path) -> tuple[str, dict[str, Any]]:
 
 def check_kind(content: Any, name: str, wanted: str | None = None) -> str:
     kind = next(iter(content), None) if isinstance(content, dict) else None
-    if kind not in KINDS or (wanted is not None and kind != wanted):
+    if kind != wanted if wanted else kind not in KINDS:
         expected = " or ".join(f'"{key}"' for key in ([wanted] if wanted else KINDS))
         raise ValueError(f"{name} is no {wanted or 'plan, ladder or profile'}: its first key has to be {expected}")
     version = content[kind]
@@ -124,8 +127,21 @@ def _read_run(path: Path) -> Inputs:
         steps=steps,
         events=events,
         evaluations=sorted(evaluations, key=lambda record: number(record.get("step")) or 0),
+        about=_read_about(folder.about),
         **contents,
     )
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """Of a run of an older ithaca there is none."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        content = read_limited(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    check_kind(content, str(path), "about")
+    return content
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:

@@ -160,7 +160,7 @@ function stack() {
       {},
       h("th", { scope: "row" }, row.field),
       h("td", {}, h("code", {}, row.value), row.planned ? h("small", {}, ` planned: ${row.planned}`) : null),
-      h("td", { class: "why" }, row.why || ""),
+      h("td", { class: "why" }, row.why || "", row.from ? h("small", {}, ` ${row.from}`) : null),
     ),
   );
   const reasons = data.stack.some((row) => row.why);
@@ -237,6 +237,7 @@ function themes() {
 
 themes();
 header();
+part("versus", data.versus ? `Beside ${data.versus.names[1]}` : "", null, versus());
 part("plan", "Plan against measurement", null, comparison());
 part("training", "Training", null, training());
 part("evaluation", "Evaluation", null, evaluation());
@@ -258,7 +259,9 @@ place = main;
 const kernels = data.tables.filter((table) => table.measure === "seconds").map(ranking);
 const time = [times(), watched()].filter(Boolean);
 part("time", "Time", null, time.length ? h("div", { class: "pair" }, time) : null, kernels);
-part("stack", "Stack", null, stack());
+part("stack", "Settings", null, stack(), settings());
+part("sources", "Data", null, sources());
+part("environment", "Environment", null, environment());
 part("record", "Record", null, record());
 const state = data.heading.state;
 document.getElementById("footer").textContent =

@@ -17,7 +17,7 @@ from typing import Any
 from ... import __version__
 from ...base.files import write_atomically, write_output
 from ...base.run_folder import RunFolder
-from . import charts, evaluations, summary
+from . import about, charts, evaluations, summary, versus
 from .inputs import Inputs, gather
 from .values import CATEGORIES
 
@@ -28,6 +28,8 @@ _SCRIPTS = (
     "plot.js",
     "summary.js",
     "training.js",
+    "versus.js",
+    "about.js",
     "evaluation.js",
     "memory.js",
     "page.js",
@@ -78,9 +80,11 @@ def page_of(inputs: Inputs) -> str:
     return page
 
 
-def write_page(out: Path | None, page: str, run: Path | None = None) -> Path:
-    """out: None = that of the run folder, which is replaced whatever it is: a link in a folder of somebody else leads nowhere."""
-    path = out or (RunFolder(run).report / "index.html" if run else Path("report.html"))
+def write_page(out: Path | None, page: str, run: Path | None = None, other: Path | None = None) -> Path:
+    """out: None = that of the run folder, which is replaced whatever it is: a link in a folder of somebody else leads nowhere.
+    other: a run that it is compared with, on a page of its own."""
+    name = "index.html" if other is None else f"with-{other.resolve().name}.html"
+    path = out or (RunFolder(run).report / name if run else Path("report.html"))
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write, such as {path / 'report.html'}")
     try:
@@ -101,6 +105,7 @@ def view(inputs: Inputs) -> dict[str, Any]:
         "categories": CATEGORIES,
         "heading": summary.heading(inputs),
         "figures": summary.figures(inputs),
+        "versus": versus.versus(inputs),
         "comparison": summary.comparison(inputs),
         "phases": charts.phases(inputs),
         "at_peak": charts.at_peak(inputs),
@@ -113,6 +118,9 @@ def view(inputs: Inputs) -> dict[str, Any]:
         "evaluation": evaluations.evaluation(inputs),
         "events": charts.events(inputs),
         "stack": charts.stack(inputs),
+        "settings": about.settings(inputs),
+        "data": about.data(inputs),
+        "environment": about.environment(inputs),
         "config": inputs.config_text,
     }
 

@@ -12,10 +12,25 @@ function training() {
   const marks = data.events
     .filter((event) => event.event === "resume" && event.step !== null)
     .map((event) => ({ x: event.step }));
-  const cards = data.curves.map((chart) => {
+  const help = h(
+    "p",
+    { class: "about with-button" },
+    h(
+      "span",
+      {},
+      "Point at a curve to read it, drag to zoom, double-click to see all. ",
+      marks.length ? "Dashed lines: the run was resumed." : "",
+    ),
+    reset,
+  );
+  return [help, h("div", { class: "curves" }, curveCards(data.curves, group, marks))];
+}
+
+function curveCards(charts, group, marks) {
+  return charts.map((chart) => {
     const lines = chart.lines.map((line) => ({
       ...line,
-      style: LINE_STYLES[line.name] || "first",
+      style: line.style || LINE_STYLES[line.name] || "first",
       dots: line.name === "eval_loss",
       unit: "",
     }));
@@ -55,18 +70,6 @@ function training() {
       h("div", { class: "chart-foot" }, curveTable(chart, lines), h("span", { class: "keys" }, keys, mean)),
     );
   });
-  const help = h(
-    "p",
-    { class: "about with-button" },
-    h(
-      "span",
-      {},
-      "Point at a curve to read it, drag to zoom, double-click to see all. ",
-      marks.length ? "Dashed lines: the run was resumed." : "",
-    ),
-    reset,
-  );
-  return [help, h("div", { class: "curves" }, cards)];
 }
 
 function curveTable(chart, lines) {
