@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test docs faults fuzz plans families lint format demo evidence dist clean
+.PHONY: setup test docs faults fuzz plans trees families lint format demo evidence dist clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ fuzz: setup
 # More configurations of the plan's arithmetic against the code: 3 minutes on 2 cores.
 plans: setup
 	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner
+
+# More trees, models and layouts against the unrolled batch: 8 minutes on 2 cores.
+trees: setup
+	ITHACA_TREES=long $(BIN)/python -m pytest -q tests/parity/test_trees.py
 
 # Every decoder type of transformers, tried: docs/reference/families.md. About 5 minutes on 2 cores.
 families: setup

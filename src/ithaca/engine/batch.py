@@ -18,7 +18,8 @@ from ..stack import Stack, require
 from .attention.segments import Plan, plan_segments
 from .mesh import Mesh
 from .objective.cross_entropy import IGNORE
-from .sequence import Layout, document_bounds, positions, read_documents, shift_labels
+from .sequence import Layout, document_bounds, places, positions, shift_labels
+from .trees import Parents, branch, read_trees
 
 
 @dataclass
@@ -32,10 +33,11 @@ class Batch:
     layout: Layout
     documents: list[list[int]] | None  # of this rank's rows
     longest: int  # longest document, in tokens: what rotary settings that depend on the length look at
-    supervised: int  # supervised tokens of the whole batch, over all ranks
+    supervised: int  # supervised tokens of the whole batch, over all ranks; each as often as it counts
     tokens: int  # real tokens of the whole batch, over all ranks
     documents_of_rows: list[int] = field(default_factory=list)  # how many each row of the whole batch has
-    weights: Tensor | None = None  # [b, s], of the labels, float32
+    weights: Tensor | None = None  # [b, s], of the labels, float32; in trees times the leaves below
+    parents: Parents | None = None  # of the documents of this rank's rows, where some of the batch are trees (trees.py)
     fold: int = 1  # rows that stand for the ranks of one sequence, in a proof
     plans: dict[tuple[int | None, int | None], list[Plan]] = field(default_factory=dict)
 
@@ -72,6 +74,7 @@ class Batch:
                     window,
                     mesh.device,
                     chunk,
+                    self.parents,
                 )
                 for step in range(ring.size)
             ]
@@ -92,11 +95,17 @@ def shard_batch(
     _check_batch(input_ids, labels, mesh, vocabulary)
     _check_weights(weights, input_ids)
     rows, length = input_ids.shape
-    lengths = read_documents(documents, rows, length)
+    lengths, parents = read_trees(documents, rows, length)
     input_ids, labels = (t.long() for t in (input_ids, input_ids if labels is None else labels))
-    labels = shift_labels(labels, lengths, IGNORE)
-    shifted = None if weights is None else shift_labels(weights.float(), lengths, 0)
-    supervised = int((labels != IGNORE).sum())
+    weights, counts = None if weights is None else weights.float(), [length] * rows  # tokens of each row
+    if lengths is not None and parents is not None:
+        branched = _branched(input_ids.cpu(), labels.cpu(), weights, lengths, parents)
+        input_ids, labels, weights, lengths, supervised = branched
+        counts, length = [sum(row) for row in lengths], input_ids.shape[1]
+    else:
+        labels = shift_labels(labels, lengths, IGNORE)
+        weights = None if weights is None else shift_labels(weights, lengths, 0)
+        supervised = int((labels != IGNORE).sum())
     if supervised == 0:
         raise ValueError(
             "no token of this batch is supervised: every label is -100 after the shift to the next token. The loss "
@@ -105,29 +114,60 @@ def shard_batch(
     layout = Layout(length, stack.ulysses, stack.ring)
     own = slice(*(rows // mesh.data.size * (mesh.data.rank + i) for i in (0, 1)))
     where = layout.tokens(mesh.ring.rank, mesh.ulysses.rank)
-    real = where < length
+    real = where < torch.tensor(counts[own])[:, None]
     take = where.clamp(max=length - 1)
     device = mesh.device
     own_lengths = None if lengths is None else lengths[own]
-    place = positions(own_lengths, len(range(*own.indices(rows))), layout.padded)
+    own_parents = None if parents is None else parents[own]
+    place = positions(own_lengths, len(counts[own]), layout.padded, parents=own_parents)
     if lengths is None:
         place = place[:1]  # the same in every row
-    padded = not bool(real.all())
-    valid = real.to(device).expand(len(range(*own.indices(rows))), -1) if padded else None
     ids, targets = (t[own].cpu()[:, take] for t in (input_ids, labels))
     return Batch(
         input_ids=ids.masked_fill(~real, 0).to(device),
         labels=targets.masked_fill(~real, IGNORE).to(device),
         positions=place[:, where].to(device),
-        valid=valid,
+        valid=None if bool(real.all()) else real.to(device),
         layout=layout,
         documents=own_lengths,
-        longest=length if lengths is None else max(max(row) for row in lengths),
+        longest=length if lengths is None else _longest(lengths, parents),
         supervised=supervised,
-        tokens=rows * length,
+        tokens=sum(counts),
         documents_of_rows=[1] * rows if lengths is None else [len(row) for row in lengths],
-        weights=None if shifted is None else shifted[own].cpu()[:, take].masked_fill(~real, 0.0).to(device),
+        weights=None if weights is None else weights[own].cpu()[:, take].masked_fill(~real, 0.0).to(device),
+        parents=own_parents,
     )
+
+
+def _branched(
+    input_ids: Tensor, labels: Tensor, weights: Tensor | None, lengths: list[list[int]], parents: Parents
+) -> tuple[Tensor, Tensor, Tensor | None, list[list[int]], int]:
+    """Rows of trees as they are computed (trees.py). -> input_ids, shifted labels and their weights, lengths of the nodes, count of
+    labels. Rows become longer, each by as much as it has branches; the tokens behind are padding."""
+    rows = [branch(*each) for each in zip(lengths, parents, labels, strict=True)]
+    shape = len(rows), max(len(row.source) for row in rows)
+    ids, shifted = input_ids.new_zeros(shape), labels.new_full(shape, IGNORE)
+    leaves, given = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
+    for at, row in enumerate(rows):
+        own, target = slice(0, len(row.source)), row.target.clamp(min=0)
+        ids[at, own] = input_ids[at, row.source]
+        shifted[at, own] = labels[at, target].masked_fill(row.target < 0, IGNORE)
+        leaves[at, own] = row.leaves
+        if weights is not None:
+            given[at, own] = weights.cpu()[at, target]
+    leaves.masked_fill_(shifted == IGNORE, 0)
+    # a prompt that is not learned: plain tokens, as far as the loss goes
+    plain = weights is None and bool((leaves <= 1).all())
+    return ids, shifted, None if plain else given * leaves, [row.lengths for row in rows], int(leaves.sum())
+
+
+def _longest(lengths: list[list[int]], parents: Parents | None) -> int:
+    if parents is None:
+        return max(max(row) for row in lengths)
+    ends = []
+    for row, above in zip(lengths, parents, strict=True):
+        ends += [place + n for place, n in zip(places(document_bounds(row, sum(row)), above), row, strict=True)]
+    return max(ends)
 
 
 def _check_weights(weights: Tensor | None, input_ids: Tensor) -> None:

@@ -96,7 +96,8 @@ class Run:
         """This rank's slice of a global [B, S] batch; every rank passes the same tensors.
 
         labels: [B, S], -100 where not supervised; None = every token is (labels are shifted here, so pass input_ids
-        as they are). documents: lengths of the packed documents of each row; tokens attend inside their document only.
+        as they are). documents: lengths of the packed documents of each row; tokens attend inside their document only. An entry
+        may also be (length, parent), the parent an earlier entry of its row that the document goes on from: trees.py.
         weights: [B, S], what the cross-entropy of each label is multiplied by in `loss`, which is still divided by the count of
         labels; None = 1 each. They belong to the labels and are shifted with them.
         """
@@ -126,6 +127,11 @@ class Run:
         terms = LossTerms(label_smoothing, z_loss, self.decoder.logit_cap)
         self._recover()
         problems = self._violations() + terms.violations()
+        if batch.parents is not None and self.decoder.router_weight != 0.0:
+            problems.append(
+                "the documents are trees, and the router's balance loss would count tokens that several of them share once; set "
+                "output_router_logits to false in the model's config, or give every path as a document of its own"
+            )
         if count < 1:
             problems.append(
                 f"supervised={count} must be at least 1: the sum of batch.supervised over the micro-batches"

@@ -6,7 +6,7 @@ Inside a ring rank the tokens lie contiguous over the P Ulysses ranks, and the f
 in that order. R = 1 is plain Ulysses: rank u holds tokens [u·s, (u+1)·s).
 
 Documents are given as lengths per row. Tokens attend inside their own document only and positions restart with it; padding
-behind the last token is a document of its own.
+behind the last token is a document of its own. A document may go on where an earlier one ends, its parent: trees.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length:
     """Document lengths per row, checked: positive whole numbers that add up to the sequence length."""
     if documents is None:
         return None
-    documents = [_plain(row) for row in _plain(documents)]
+    documents = [plain(row) for row in plain(documents)]
     if rows == 1 and documents and all(isinstance(n, int) for n in documents):
         documents = [documents]
     odd = [type(row).__name__ for row in documents if not isinstance(row, (list, tuple))]
@@ -66,7 +66,7 @@ def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length:
             "example documents=[[600, 424], [1024]] for two rows of 1,024 tokens"
         )
     checked = []
-    for row, lengths in enumerate([[_plain(n) for n in row] for row in documents]):
+    for row, lengths in enumerate([[plain(n) for n in row] for row in documents]):
         wrong = [n for n in lengths if not isinstance(n, int) or isinstance(n, bool) or n < 1]
         if wrong:
             raise ValueError(
@@ -81,7 +81,7 @@ def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length:
     return checked
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tensors and numpy's arrays and numbers as Python's."""
     return value.tolist() if hasattr(value, "tolist") else value
 
@@ -94,14 +94,26 @@ def document_bounds(lengths: Sequence[int], padded: int) -> list[tuple[int, int]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def positions(documents: list[list[int]] | None, rows: int, padded: int) -> torch.Tensor:
-    """Position of every token inside its document, [rows, padded]."""
+def places(bounds: Sequence[tuple[int, int]], parents: Sequence[int | None]) -> list[int]:
+    """The position of each document's first token: 0, or where its parent ends. Those behind the last parent named have none."""
+    out: list[int] = []
+    for at in range(len(bounds)):
+        parent = parents[at] if at < len(parents) else None
+        out.append(0 if parent is None else out[parent] + bounds[parent][1] - bounds[parent][0])
+    return out
+
+
+def positions(
+    documents: list[list[int]] | None, rows: int, padded: int, *, parents: list[list[int | None]] | None = None
+) -> torch.Tensor:
+    """Position of every token inside its document, [rows, padded]; in a tree, on the way from its root."""
     if documents is None:
         return torch.arange(padded).expand(rows, padded)
     out = torch.empty(rows, padded, dtype=torch.int64)
     for row, lengths in enumerate(documents):
-        for start, stop in document_bounds(lengths, padded):
-            out[row, start:stop] = torch.arange(stop - start)
+        bounds = document_bounds(lengths, padded)
+        for (start, stop), place in zip(bounds, places(bounds, parents[row] if parents else ()), strict=True):
+            out[row, start:stop] = torch.arange(place, place + stop - start)
     return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,14 @@ import torch.distributed as dist
 from ithaca.engine.attention.backends import Cpu, _calls
 from ithaca.engine.attention.formula import Math
 from ithaca.engine.attention.ring import ring_attend, ring_attend_backward
-from ithaca.engine.attention.segments import Running, attend, attend_backward, attend_into, plan_segments
+from ithaca.engine.attention.segments import (
+    Running,
+    attend,
+    attend_backward,
+    attend_backward_into,
+    attend_into,
+    plan_segments,
+)
 from ithaca.engine.batch import Batch
 from ithaca.engine.mesh import Group
 from ithaca.engine.sequence import Layout, document_bounds
@@ -148,6 +155,109 @@ def test_a_ring_with_chunks_caps_and_values(workers, documents):
     cases = [(*feature, window, chunk) for feature, window, chunk in product(FEATURES, (None, 5), (None, 9, 25, 50))]
     for apart in workers.run(ring_of_two, 97, DOCUMENTS[documents], cases, world=2):
         assert len(apart) == len(cases) and max(apart) < 1e-12
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------------
+
+# A prompt with three answers, of which the second goes on in two ways; a chain; a node that has lost its only token; a document
+TREE = [(20, None), (9, 0), (7, 0), (11, 2), (1, 2), (13, 0), (8, None), (5, 6), (0, 7), (6, 8), (3, 8), (10, None)]
+
+
+class Packed(Cpu):
+    """Documents in one call, as kernels on a GPU have it."""
+
+    packed = True
+
+    def forward_packed(self, q, k, v, *, bounds, longest, scale, window, softcap=None):
+        parts = [self.forward(*each, causal=True, scale=scale, window=window) for each in self._each(bounds, q, k, v)]
+        assert max(out.shape[2] for out, _ in parts) == longest
+        self.calls.forward -= len(parts) - 1
+        return tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+
+    def backward_packed(self, dout, q, k, v, out, lse, *, bounds, longest, scale, window, softcap=None):
+        each = self._each(bounds, dout, q, k, v, out, lse)
+        parts = [self.backward(*tensors, causal=True, scale=scale, window=window) for tensors in each]
+        self.calls.backward -= len(parts) - 1
+        return tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+
+    def _each(self, bounds, *tensors):
+        return [[t[:, :, a:b] for t in tensors] for a, b in pairwise(bounds.tolist())]
+
+
+def seen_along_paths(nodes, length, window, chunk):
+    """Which keys each token sees, from the list of tokens on the way to it."""
+    seen, paths, at = torch.zeros(length, length, dtype=torch.bool), [], 0
+    for size, parent in [*nodes, (length - sum(n for n, _ in nodes), None)]:
+        above = [] if parent is None else paths[parent]
+        paths.append(above + list(range(at, at + size)))
+        for place, token in enumerate(paths[-1][len(above) :], len(above)):
+            first = 0 if window is None else max(0, place - window + 1)
+            first = first if chunk is None else max(first, place // chunk * chunk)
+            seen[token, paths[-1][first : place + 1]] = True
+        at += size
+    return seen
+
+
+@pytest.mark.parametrize("kernel", [Cpu, Packed])
+@pytest.mark.parametrize("chunk", [None, 10, 23])  # answers begin where one of 10 does
+@pytest.mark.parametrize("window", [None, 1, 7, 30])
+def test_a_tree_in_one_call(window, chunk, kernel):
+    lengths, parents = [n for n, _ in TREE], [parent for _, parent in TREE]
+    plan = plan_segments([(0, 97)], [(0, 97)], [document_bounds(lengths, 97)], window, CPU, chunk, [parents])
+    q, k, v, dout = tensors(1, 6, 2, 97, 97)
+    out, lse, grads = expected(q, k, v, dout, seen_along_paths(TREE, 97, window, chunk)[None], 0.3)
+    used = kernel()
+    got, got_lse = attend(used, q, k, v, plan, 0.3)
+    assert distance(got, out) < 1e-12 and distance(got_lse, lse) < 1e-12
+    for mine, theirs in zip(attend_backward(used, dout, q, k, v, got, got_lse, plan, 0.3), grads, strict=True):
+        assert distance(mine, theirs) < 1e-12
+    squares = [s for s in plan.segments if s.causal]
+    rectangles = len(plan.segments) - len(squares)
+    calls = 1 + rectangles if kernel is Packed else len(plan.segments)
+    assert (used.calls.forward, used.calls.backward) == (calls, calls)
+    if window is chunk is None:
+        assert len(squares) == 12 and rectangles == 4, "a rectangle for each node with children and tokens"
+
+
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("window", [None, 7, 30])
+@pytest.mark.parametrize("ring", [2, 3])
+def test_a_tree_around_a_ring(ring, window, chunk):
+    layout = Layout(93, 1, ring)
+    other = [(93, None)]
+    bounds = [document_bounds([n for n, _ in nodes], layout.padded) for nodes in (TREE, other)]
+    parents = [[parent for _, parent in TREE], []]
+    seen = torch.stack([seen_along_paths(nodes, layout.padded, window, chunk) for nodes in (TREE, other)])
+    q, k, v, dout = tensors(2, 4, 2, layout.padded, layout.padded)
+    out, lse, grads = expected(q, k, v, dout, seen, 0.5)
+    total = [torch.zeros_like(t) for t in (q, k, v)]
+    for rank in range(ring):
+        mine, plans = layout.tokens(rank, 0), []
+        running = Running(q[:, :, mine])
+        for other_rank in range(ring):
+            chunks = layout.chunks(rank), layout.chunks(other_rank)
+            plans.append(plan_segments(*chunks, bounds, window, CPU, chunk, parents))
+            theirs = layout.tokens(other_rank, 0)
+            attend_into(running, Cpu(), q[:, :, mine], k[:, :, theirs], v[:, :, theirs], plans[-1], 0.5)
+        assert distance(running.out, out[:, :, mine]) < 1e-12 and distance(running.lse, lse[:, :, mine]) < 1e-12
+        for other_rank, plan in enumerate(plans):
+            theirs = layout.tokens(other_rank, 0)
+            own = (t[:, :, mine] for t in (dout, q)), (t[:, :, theirs] for t in (k, v))
+            parts = tuple(torch.zeros_like(t) for t in (q[:, :, mine], k[:, :, theirs], v[:, :, theirs]))
+            attend_backward_into(parts, Cpu(), *own[0], *own[1], running.out, running.lse, plan, 0.5)
+            for grad, part, where in zip(total, parts, (mine, theirs, theirs), strict=True):
+                grad[:, :, where] += part
+    for mine, theirs in zip(total, grads, strict=True):
+        assert distance(mine, theirs) < 1e-12
+
+
+def test_answers_to_a_prompt_share_its_rectangle():
+    """Sixteen of them: what they see of the prompt is one call, under a window one for each that reaches it."""
+    lengths, parents = [100] + [10] * 16, [None] + [0] * 16
+    for window, rectangles in ((None, 1), (50, 16)):
+        plan = plan_segments([(0, 260)], [(0, 260)], [document_bounds(lengths, 260)], window, CPU, None, [parents])
+        assert len(plan.segments) == 17 + rectangles
+        assert plan.bounds is not None and len(plan.bounds) == 18 and plan.longest == 100 and not plan.direct
 
 
 def test_plans_are_kept_by_window_and_chunk():
