@@ -151,7 +151,12 @@ def test_names_of_pages_are_unique_and_their_titles_there():
     found = [path for room in docs.ROOMS for path in docs.folder().glob(f"{room}/**/*.md")]
     assert len(docs.pages()) == len(found) + 1 > 40
     assert all(docs.title(path) for path in docs.pages().values())
-    assert {path.name for path in docs.folder().iterdir() if path.is_dir()} == {*docs.ROOMS, "developer", "decisions", "images"}
+    assert {path.name for path in docs.folder().iterdir() if path.is_dir()} == {
+        *docs.ROOMS,
+        "developer",
+        "decisions",
+        "images",
+    }
 
 
 def test_pages_for_users_are_no_laboratory_notes():

@@ -14,6 +14,7 @@ from ithaca.engine.attention.sinks import sink_gradient, with_sink
 from ithaca.engine.sequence import Layout, document_bounds
 
 from ..engine.attention.masks import distance, plain_attention, visible
+from ..engine.attention.test_segments import TREE, seen_along_paths
 
 pytestmark = pytest.mark.gpu
 KERNELS = [name for name in BACKENDS if name != "cpu"]
@@ -206,6 +207,17 @@ def test_values_of_another_size_and_chunks(name, size, value_dim, window, chunk)
     tokens = torch.arange(513)
     seen = visible(tokens, tokens, bounds[0], window, chunk)[None]
     compare(made, tensors(1, 6, 2, 513, size, value_dim), plan, seen)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("name", KERNELS)
+def test_trees(name, window):
+    """Squares in one call where the kernel packs, and a rectangle for each node with children."""
+    made = kernel(name, 64, window is not None)
+    lengths, parents = [n for n, _ in TREE], [parent for _, parent in TREE]
+    bounds = [document_bounds(lengths, 97)]
+    plan = plan_segments([(0, 97)], [(0, 97)], bounds, window, torch.device("cuda", 0), None, [parents])
+    compare(made, tensors(1, 6, 2, 97, 64), plan, seen_along_paths(TREE, 97, window, None)[None], limit=2 * LIMIT)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 2), (1, 300), (2, 1), (65, 1)])
