@@ -82,11 +82,10 @@ def main() -> None:
         whole = flops(config, len(unrolled), count * (prompt + answer) ** 2 // 2, count * answer)
         shared = seconds(run, tokens, labels, tree, cuda)
         apart = seconds(run, unrolled, wanted, [prompt + answer] * count, cuda)
-        print(
-            f"{name}: {count} × {answer:,} on {prompt:,}: tree {shared:.3f} s ({len(tokens):,} tokens), unrolled {apart:.3f} s "
-            f"({len(unrolled):,}): {apart / shared:.2f} times; FLOPs promise {whole / once:.2f}; {apart / shared * once / whole:.2f} of it",
-            flush=True,
-        )
+        ratio, promise = apart / shared, whole / once
+        print(f"{name}: {count} × {answer:,} on {prompt:,}, {options.layers} layers")
+        print(f"  tree {len(tokens):,} tokens {shared:.3f} s; unrolled {len(unrolled):,} tokens {apart:.3f} s")
+        print(f"  {ratio:.2f} times as fast; FLOPs promise {promise:.2f}; {ratio / promise:.2f} of it", flush=True)
 
 
 if __name__ == "__main__":
