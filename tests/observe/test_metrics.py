@@ -34,7 +34,7 @@ def write(folder: RunFolder, *steps: int, **changes) -> None:
 
 
 def test_fields_are_those_of_the_contract(folder: RunFolder):
-    page = (Path(__file__).parents[2] / "docs" / "run_folder.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "run_folder.md").read_text(encoding="utf-8")
     table = page.split("## metrics.jsonl")[1].split("## checkpoints")[0]
     promised = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     with Metrics(folder, Log()) as metrics:

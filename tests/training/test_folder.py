@@ -46,7 +46,7 @@ def test_names(tmp_path: Path):
         "config.yaml", "metrics.jsonl", "checkpoints", "logs", "status.json", "report", "lock", "about.json",
         "logs/rank-3.log",
     ]  # fmt: skip
-    page = (Path(__file__).parents[2] / "docs" / "run_folder.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "run_folder.md").read_text()
     assert f"version {CONTRACT}" in page and all(each.name in page for each in names)
 
 

@@ -36,7 +36,7 @@ def test_refused(model_type: str):
 
 
 def rows() -> dict[str, str]:
-    text = (ROOT / "docs" / "families.md").read_text()
+    text = (ROOT / "docs" / "reference" / "families.md").read_text()
     exact, _, refused = text.partition("## Refused")
     found = {name: "exact" for name in re.findall(r"^\| (\S+) \|", exact, re.M) if name != "type"}
     return found | {name: "refused" for name in re.findall(r"^\| (\S+) \|", refused, re.M) if name != "type"}
@@ -50,7 +50,7 @@ def test_the_page_names_every_type():
     assert all(found[name] == "refused" for name in REFUSED)
     count = sum(state == "exact" for state in found.values())
     assert count >= 80
-    first = re.search(r"\*\*(\d+) of (\d+)\*\*", (ROOT / "docs" / "families.md").read_text())
+    first = re.search(r"\*\*(\d+) of (\d+)\*\*", (ROOT / "docs" / "reference" / "families.md").read_text())
     assert first and (int(first[1]), int(first[2])) == (count, len(found))
     said = re.search(r"(\d+) of (\d+) decoder types", (ROOT / "README.md").read_text())
     assert said and (int(said[1]), int(said[2])) == (count, len(found)), "README"

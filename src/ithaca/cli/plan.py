@@ -28,6 +28,7 @@ that fits. Any field of the stack can be fixed with --stack.FIELD VALUE. Of a ru
   ithaca plan llama3_8b --gpus 8xH100 --context 3M --host 2TB --compare engine=composed,recompute=layer
   ithaca plan llama32_1b --gpus 1xH200 --context 64K --dry-run
   ithaca plan llama3_8b --gpus 8xH100-80GB --max-context --dry-run   # executed at that length, and one step further
+  ithaca plan --web                                                  # the same questions in the browser
 
 MODEL is a folder with config.json, that file, a model on the Hub (owner/name; only its config is fetched), or a preset:
 {presets}.
@@ -56,13 +57,22 @@ def add_plan(verbs: Any) -> None:
     )
     parser.add_argument("--layers", type=int, help="with --dry-run: run only so many layers, and count only those")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page, in one file")
+    parser.add_argument("--web", action="store_true", help="ask in the browser: a page on this machine, until Ctrl-C")
+    parser.add_argument("--port", type=int, help="with --web: where it listens (default: any port that is free)")
+    parser.add_argument("--no-open", action="store_true", help="with --web: print the address, open no browser")
 
 
 def add_request(parser: Any, *, run: bool = False) -> None:
-    """What a plan is asked for, and a profile with the same words. run: a run may be given, which says most of it."""
+    """What a plan is asked for, and a profile with the same words. run: a run may be given, which says most of it, or nothing, for a
+    page to ask."""
     what = "a folder with config.json, that file, owner/name, or a preset"
-    parser.add_argument("model", metavar="MODEL|RUN" if run else "MODEL", help=what + ("; or a run" if run else ""))
+    parser.add_argument(
+        "model",
+        metavar="MODEL|RUN" if run else "MODEL",
+        nargs="?" if run else None,
+        help=what + ("; or a run" if run else ""),
+    )
     parser.add_argument("--gpus", help=GPUS if run else f"{GPUS}; not given: the GPU that is here")
     length = parser.add_mutually_exclusive_group(required=not run)
     length.add_argument("--context", help="tokens of a row, such as 1M (1,048,576) or 1_000_000")
@@ -136,6 +146,10 @@ def _questions(options: argparse.Namespace, named: bool) -> list[Question]:
     """named: GPUs are named elsewhere, so that --gpus may be left out."""
     from ..planner.run import find_run
 
+    if options.model is None:
+        raise ValueError(
+            "of which model? Give a preset, a folder, owner/name or a run; or --web, to be asked in the browser"
+        )
     if find_run(options.model) is not None:
         return _of_run(options, named)
     if options.gpus is None and not named:
@@ -178,16 +192,18 @@ def _of_run(options: argparse.Namespace, named: bool) -> list[Question]:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    at_least(1, layers=options.layers)
+    at_least(1, layers=options.layers, port=options.port)
+    if options.web:
+        return _web(options)
+    if options.port is not None or options.no_open:
+        raise ValueError("--port and --no-open are of the page in the browser; give --web too")
     machines, changed = _compared(options.compare)
     questions = _questions(options, bool(machines))
     if machines:
         return _compare(questions, machines, options)
     answers = [_answer(question, changed, options) for question in questions]
     if options.html:
-        from ..observe.report import write_report
-
-        write_report(options.html, plan=answers[-1].plan.json())
+        _write_page(answers[-1], options)
     if options.json:
         shown = [part for answer in answers for part in answer.json()]
         print(json.dumps(shown if len(shown) > 1 else shown[0], indent=1))
@@ -278,6 +294,44 @@ def _answer(question: Question, changed: dict[str, Any], options: argparse.Names
     elif options.dry_run:
         answer.counted = _shown(_counted(question, planned, planned.context, options))
     return answer
+
+
+FIRST = {"model": "llama3_8b", "gpus": "8xH100-80GB", "context": "1M", "tokens": "1B"}  # what a page begins with
+
+
+def _words(options: argparse.Namespace, context: int | None = None, more: str | None = None) -> dict[str, str]:
+    """The command as the words of a page (observe/plans/asking.py). more: fields of the stack beside those given."""
+    pairs = [text.removeprefix("stack.") for text in options.overrides] + [pair for _, pair in options.stack_words]
+    words = {name: getattr(options, name) for name in ("model", *ASKED, "lora_targets")}
+    words |= {"context": options.context if context is None else format_tokens(context)}
+    words |= {"synchronous": not words.pop("asynchronous"), "stack": ",".join([*pairs, *([more] if more else [])])}
+    usual = {"rows": 1, "accumulation": 1, "optimizer": "adamw"}
+    return {
+        name: "yes" if value is True else str(value)
+        for name, value in words.items()
+        if value and value != usual.get(name)
+    }
+
+
+def _web(options: argparse.Namespace) -> int:
+    from ..observe.plans import serve
+
+    others = ("compare", "explain", "dry_run", "layers", "json", "html", "max_context")
+    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
+        raise ValueError(f"{', '.join(given)}: not with --web, whose page has it or does without")
+    return serve({**FIRST, **_words(options)}, port=options.port or 0, show=not options.no_open)
+
+
+def _write_page(answer: Answer, options: argparse.Namespace) -> None:
+    if answer.question.taken:  # of a run, whose words are not those of the page
+        from ..observe.report import write_report
+
+        write_report(options.html, plan=answer.plan.json())
+        return
+    from ..observe.plans import file_of, write_plans
+
+    plans = [(answer.plan, None), *([(answer.other, options.compare)] if answer.other else [])]
+    write_plans(options.html, [file_of(_words(options, plan.context, more), plan) for plan, more in plans])
 
 
 def _confirm(question: Question, plan: Any, options: argparse.Namespace) -> tuple[Any, list[Any]]:

@@ -60,7 +60,9 @@ class Peaks:
     def add(self, phase: str, standing: Counter[str], snapshots: Iterable[Snapshot]) -> None:
         base = sum(standing.values())
         for snapshot in snapshots:
-            size = base + sum(sum(part.values()) for part in snapshot)
+            size = base
+            for part in snapshot:
+                size += sum(part.values())
             if size <= self.bytes.get(phase, -1):  # nearly always, and a plan looks at thousands of them
                 continue
             total = Counter(standing)

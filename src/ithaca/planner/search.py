@@ -11,7 +11,7 @@ attention output of every layer, it keeps that of as many as there is room for. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def plan(
     fields of Stack that must stay as given.
     """
     given = stack or Stack(**_known(pinned))
-    if isinstance(model, str) and (config is not None or _is_own(model, given)):
+    if isinstance(model, str) and (config is not None or is_own(model, given)):
         config = config or hf_config(model)
         sizes = own_sizes(config, model if model in PRESETS else Path(model).name)
     else:
@@ -154,17 +154,25 @@ def fastest(
         return best
     if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
         best = asked.keep_some(best, stacks)
-    if not best.fits and advise:
+    if not best.fits:
         best = asked.nearest(best, stacks)
-        best.advice = list(_advice(asked, pinned)) or [_hopeless(asked)]
+        if advise:
+            best.advice = [words for words, _ in what_would_fit(best, pinned)]
     best.reasons = reasons_of(best, pinned, kernel)
     return best
+
+
+def what_would_fit(plan: Plan, pinned: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """For a plan that does not: what to change, in words and as arguments of `plan`. pinned: fields of the stack that were
+    given."""
+    asked = _Asked(plan.job, plan.hardware, may_mix="store" not in pinned)
+    return list(_advice(asked, pinned)) or [(_hopeless(asked), {})]
 
 
 def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
     """The plan of the longest context that fits, in multiples of `step` tokens."""
     given = options.get("stack") or Stack(engine=options.get("engine", "auto"))
-    if isinstance(model, str) and _is_own(model, given):
+    if isinstance(model, str) and is_own(model, given):
         ranks = (parse_gpus(gpus) if isinstance(gpus, str) else gpus).count
         return longest(lambda tokens: plan(model, gpus=gpus, context=tokens, only_fit=True, **options), ranks, step)
 
@@ -180,7 +188,7 @@ def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CO
     return plan(model, gpus=gpus, context=max(low, 1) * step, **options)
 
 
-def _is_own(model: str, stack: Stack) -> bool:
+def is_own(model: str, stack: Stack) -> bool:
     """Whether a model of this name or folder runs by its own code."""
     return stack.engine == "module" or (stack.engine == "auto" and said_of(model)[0].get("model_type") not in FAMILIES)
 
@@ -210,6 +218,7 @@ class _Asked:
     job: Job  # with any stack
     hardware: Hardware
     may_mix: bool = True  # layers may have different stores
+    looked: dict[Stack, Plan] = field(default_factory=dict, init=False)  # at what so far: steps ask for the same again
 
     @property
     def model(self) -> ModelSizes:
@@ -233,7 +242,9 @@ class _Asked:
         return estimate(replace(self.job, stack=stack), self.hardware)
 
     def look(self, stack: Stack) -> Plan:
-        return look(replace(self.job, stack=stack), self.hardware)
+        if stack not in self.looked:
+            self.looked[stack] = look(replace(self.job, stack=stack), self.hardware)
+        return self.looked[stack]
 
     def fit(self, stack: Stack) -> Plan:
         """Like `look`; where only the host or the disk is too small, upper layers keep theirs on the GPU, as few as it takes.
@@ -313,7 +324,15 @@ class _Asked:
             if not self.fit(stack).fits:
                 continue
             seen.add(kind)
-            low, high = 0, layers  # with all layers it did not fit, or was not faster
+            low, few = 0, layers - 1  # the fewest that are worth a look: where those do not fit, more do not either
+            while few - low > 1:
+                middle = (low + few) // 2
+                slower = self.time(keeping(stack, middle)).seconds >= best.speed.seconds
+                low, few = (middle, few) if slower else (low, middle)
+            if not (tried := self.fit(keeping(stack, few))).fits:
+                continue
+            best = min(best, tried, key=lambda plan: plan.speed.seconds)
+            low, high = few, layers  # with all layers it did not fit, or was not faster
             while high - low > 1:
                 middle = (low + high) // 2
                 mixed = keeping(stack, middle)
@@ -343,7 +362,7 @@ def _hopeless(asked: _Asked) -> str:
     )
 
 
-def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
+def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The nearest things that would fit, with numbers."""
 
     def tried(recompute: str | None = None, hardware: Hardware = asked.hardware, **changes: Any) -> Plan | None:
@@ -364,7 +383,7 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
                 more = replace(more, host=more.gpu.host * more.ranks_per_node)
             if plan := tried(hardware=more):
                 rate = f", {plan.speed.tokens_per_second:,.0f} tokens/s each" if more.gpu.cuda else ""
-                yield f"{more.words}: {format_bytes(plan.peak)} a GPU{rate}"
+                yield f"{more.words}: {format_bytes(plan.peak)} a GPU{rate}", {"gpus": more}
                 break
     shorter = job.context
     while shorter > 2048:
@@ -374,23 +393,23 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[str]:
                 if nearer := tried(context=longer):
                     shorter, plan = longer, nearer
                     break
-            yield f"a context of {format_tokens(shorter)}: {format_bytes(plan.peak)} a GPU"
+            yield f"a context of {format_tokens(shorter)}: {format_bytes(plan.peak)} a GPU", {"context": shorter}
             break
     if hardware.host is not None and "store" not in pinned:
         roomy = replace(hardware, host=None)
         if plan := tried(None if "recompute" in pinned else "layer", hardware=roomy):
-            need = format_bytes(plan.host / HOST_SHARE)
-            yield f"{need} of host memory a machine (--host): {format_bytes(plan.peak)} a GPU"
+            need = ceil(plan.host / HOST_SHARE)
+            words = f"{format_bytes(need)} of host memory a machine (--host): {format_bytes(plan.peak)} a GPU"
+            yield words, {"host": need}
     if hardware.disk is None and "store" not in pinned:
         roomy = replace(hardware, disk=10**15)
         if plan := tried(hardware=roomy):
-            need = format_bytes(plan.disk)
-            yield f"store: disk with {need} of scratch space a machine (--disk): {format_bytes(plan.peak)} a GPU"
+            words = f"store: disk with {format_bytes(plan.disk)} of scratch space a machine (--disk)"
+            yield f"{words}: {format_bytes(plan.peak)} a GPU", {"disk": plan.disk}
     if job.optimizer == "adamw" and not job.lora and (plan := tried(optimizer="adamw8bit")):
-        yield f"train.optimizer: adamw8bit: {format_bytes(plan.peak)} a GPU"
+        yield f"train.optimizer: adamw8bit: {format_bytes(plan.peak)} a GPU", {"optimizer": "adamw8bit"}
     if not job.offload and pinned.get("shard_parameters", True) and (plan := tried(offload=True)):
-        yield (
-            f"train.offload_optimizer: true: {format_bytes(plan.peak)} a GPU, {format_bytes(plan.host)} of host memory a machine"
-        )
+        room = f"{format_bytes(plan.peak)} a GPU, {format_bytes(plan.host)} of host memory a machine"
+        yield f"train.offload_optimizer: true: {room}", {"offload_optimizer": True}
     if not job.lora and (plan := tried(lora=16)):
-        yield f"LoRA of rank 16 (model.lora): {format_bytes(plan.peak)} a GPU"
+        yield f"LoRA of rank 16 (model.lora): {format_bytes(plan.peak)} a GPU", {"lora": 16}

@@ -83,14 +83,18 @@ def verdict(plan: Plan) -> str:
     """Whether it fits, and on what condition that nobody has checked."""
     if not plan.fits:
         return f"does not fit: {', '.join(plan.shortages)}"
+    return f"fits, {format_bytes(plan.budget - plan.peak)} to spare{condition(plan)}"
+
+
+def condition(plan: Plan, remedy: bool = True) -> str:
+    """What a plan that fits rests on beside what was said. remedy: name the option that says it."""
     needs = {"host": (plan.host / HOST_SHARE, "of host memory"), "disk": (plan.disk, "of scratch space")}
     unsaid = [
-        f"{format_bytes(need)} {what} (assumed {format_bytes(getattr(plan.hardware, name))}; give --{name})"
+        f"{format_bytes(need)} {what} (assumed {format_bytes(getattr(plan.hardware, name))}{f'; give --{name}' if remedy else ''})"
         for name, (need, what) in needs.items()
         if need and name in plan.hardware.assumed
     ]
-    condition = f", if a machine has {' and '.join(unsaid)}" if unsaid else ""
-    return f"fits, {format_bytes(plan.budget - plan.peak)} to spare{condition}"
+    return f", if a machine has {' and '.join(unsaid)}" if unsaid else ""
 
 
 def table(plan: Plan) -> list[str]:

@@ -40,13 +40,13 @@ class Browser:
         assert program, "needs chromium"
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        # Every name resolves to nothing: the page has to do without a network.
+        # Every name but this machine's resolves to nothing: the page has to do without a network.
         self._process = subprocess.Popen(
             [
                 sys.executable, "-c", LAUNCH, str(to_browser), str(from_browser), program,
                 "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run", "--disable-sync",
                 "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
-                "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", "about:blank",
+                "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}", "about:blank",
             ],
             pass_fds=(to_browser, from_browser), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -87,7 +87,7 @@ class Browser:
         os.close(self._in)
 
     @contextmanager
-    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Tab]:
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Tab]:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.events.clear()
@@ -106,7 +106,7 @@ class Browser:
             tab.call("Emulation.setTouchEmulationEnabled", enabled=phone)
             theme = "dark" if dark else "light"
             tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
-            tab.call("Page.navigate", url=page.resolve().as_uri())
+            tab.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
             tab.wait("document.body && document.body.dataset.ready === 'yes'")
             tab.settle()
             yield tab

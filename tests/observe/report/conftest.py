@@ -1,23 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ithaca.observe.report import write_report
 
-from .browser import Browser, find
 from .samples import write_run
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if find() is None:
-        pytest.skip("needs chromium")
-    started = Browser(tmp_path_factory.mktemp("browser"))
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -64,6 +65,7 @@ class _Unit(NamedTuple):
         return -(-len(self.pieces) * self.size // self.parts)
 
 
+@lru_cache(1024)  # a plan asks for the same few hundreds of times
 def head_schedule(heads: int, kv_heads: int, ranks: int, heads_per_stage: int | None) -> tuple[Stage, ...]:
     """Assign every query head to one (stage, rank).
 

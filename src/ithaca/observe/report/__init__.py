@@ -8,7 +8,18 @@ A field that is missing leaves a gap, never an error. docs/reference/report.md i
 Light to import: no torch. Only these names are for use elsewhere.
 """
 
-from .inputs import Inputs, read_inputs
-from .page import page_of, render, write_page, write_report
+from .inputs import Inputs, gather, read_inputs
+from .page import asset, fill, page_of, render, view, write_page, write_report
 
-__all__ = ["Inputs", "page_of", "read_inputs", "render", "write_page", "write_report"]
+__all__ = [
+    "Inputs",
+    "asset",
+    "fill",
+    "gather",
+    "page_of",
+    "read_inputs",
+    "render",
+    "view",
+    "write_page",
+    "write_report",
+]

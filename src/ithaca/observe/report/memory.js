@@ -8,8 +8,7 @@ function memoryLegend() {
   return names.size ? legend(orderedCategories(names)) : null;
 }
 
-function phases() {
-  const found = data.phases;
+function phases(found) {
   if (!found) return null;
   const bars = found.bars.map((bar) => ({
     ...bar,
@@ -121,8 +120,7 @@ function timeline() {
   );
 }
 
-function ladder() {
-  const found = data.ladder;
+function ladder(found) {
   if (!found) return null;
   const rungs = found.rungs.map((rung) => ({
     ...rung,

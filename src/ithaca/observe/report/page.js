@@ -74,43 +74,6 @@ function ranking(table) {
   );
 }
 
-function times() {
-  const found = data.times;
-  if (!found) return null;
-  const bars = found.bars.map((bar) => ({
-    label: bar.label,
-    parts: { [bar.label]: bar.value },
-    total: bar.value,
-    single: bar.bound ? "bound" : "part-of-time",
-    strong: bar.bound,
-    note: show.seconds(bar.value),
-    sub_note: bar.bound ? "bound by this" : null,
-  }));
-  const max = Math.max(found.step || 0, ...bars.map((bar) => bar.total)) * 1.04;
-  const rows = found.bars.map((bar) => [
-    bar.label,
-    show.seconds(bar.value),
-    found.step ? show.share(bar.value / found.step) : "",
-  ]);
-  return card(
-    "times",
-    "A step, as planned",
-    "Copies and links run beside computation, so the parts may add up to more than the step.",
-    barChart(
-      "times",
-      "seconds",
-      bars,
-      [{ value: found.step, label: `step ${show.seconds(found.step || 0)}`, kind: "step" }],
-      max,
-    ),
-    asTable(
-      "Time of a step by part",
-      [{ label: "" }, { label: "time", number: true }, { label: "of the step", number: true }],
-      rows,
-    ),
-  );
-}
-
 function watched() {
   const found = data.profile;
   if (!found) return null;
@@ -152,38 +115,6 @@ function watched() {
   );
 }
 
-function stack() {
-  if (!data.stack.length) return null;
-  const rows = data.stack.map((row) =>
-    h(
-      "tr",
-      {},
-      h("th", { scope: "row" }, row.field),
-      h("td", {}, h("code", {}, row.value), row.planned ? h("small", {}, ` planned: ${row.planned}`) : null),
-      h("td", { class: "why" }, row.why || "", row.from ? h("small", {}, ` ${row.from}`) : null),
-    ),
-  );
-  const reasons = data.stack.some((row) => row.why);
-  return h(
-    "div",
-    { class: "card" },
-    h(
-      "table",
-      { class: `stack${reasons ? "" : " bare"}`, "data-table": "stack" },
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          ["technique", "value", reasons ? "why" : ""].map((label) => h("th", { scope: "col" }, label)),
-        ),
-      ),
-      h("tbody", {}, rows),
-    ),
-  );
-}
-
 function record() {
   const events = data.events.length
     ? h(
@@ -208,41 +139,14 @@ function record() {
   return events || config ? h("div", { class: "card" }, events, config) : null;
 }
 
-function themes() {
-  const order = ["auto", "light", "dark"];
-  const button = document.getElementById("theme");
-  let chosen = "auto";
-  try {
-    chosen = localStorage.getItem("ithaca-theme") || "auto";
-  } catch {
-    /* a browser may refuse storage to a file; the choice then lasts as long as the page */
-  }
-  const apply = () => {
-    if (!order.includes(chosen)) chosen = "auto";
-    if (chosen === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = chosen;
-    button.textContent = `Theme: ${chosen}`;
-  };
-  button.addEventListener("click", () => {
-    chosen = order[(order.indexOf(chosen) + 1) % order.length];
-    try {
-      localStorage.setItem("ithaca-theme", chosen);
-    } catch {
-      /* as above */
-    }
-    apply();
-  });
-  apply();
-}
-
 themes();
 header();
 part("versus", data.versus ? `Beside ${data.versus.names[1]}` : "", null, versus());
 part("plan", "Plan against measurement", null, comparison());
 part("training", "Training", null, training());
 part("evaluation", "Evaluation", null, evaluation());
-const memory = [phases(), atPeak(), timeline()].filter(Boolean);
-const rungs = [ladder(), sweeps()].filter(Boolean);
+const memory = [phases(data.phases), atPeak(), timeline()].filter(Boolean);
+const rungs = [ladder(data.ladder), sweeps()].filter(Boolean);
 const places = data.tables.filter((table) => table.measure === "bytes").map(ranking);
 const keys = memory.length || rungs.length ? memoryLegend() : null;
 part(
@@ -257,9 +161,9 @@ if (memory.length) place = document.getElementById("memory"); // the legend stay
 part("ladder", "Ladder", null, memory.length ? null : keys, rungs);
 place = main;
 const kernels = data.tables.filter((table) => table.measure === "seconds").map(ranking);
-const time = [times(), watched()].filter(Boolean);
+const time = [times(data.times), watched()].filter(Boolean);
 part("time", "Time", null, time.length ? h("div", { class: "pair" }, time) : null, kernels);
-part("stack", "Settings", null, stack(), settings());
+part("stack", "Settings", null, stack(data.stack), settings());
 part("sources", "Data", null, sources());
 part("environment", "Environment", null, environment());
 part("record", "Record", null, record());

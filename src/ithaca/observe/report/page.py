@@ -26,6 +26,7 @@ _SCRIPTS = (
     "dom.js",
     "bars.js",
     "plot.js",
+    "parts.js",
     "summary.js",
     "training.js",
     "versus.js",
@@ -65,15 +66,16 @@ def render(
 
 
 def page_of(inputs: Inputs) -> str:
-    style = _read("page.css")
-    script = "\n".join(_read(name) for name in _SCRIPTS)
-    policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
-    )
-    page = _read("page.html")
+    return fill(asset("page.html"), asset("page.css"), "\n".join(map(asset, _SCRIPTS)), view(inputs))
+
+
+def fill(page: str, style: str, script: str, data: Any, *, asks_its_server: bool = False) -> str:
+    """One page of these parts. asks_its_server: its script may send requests to where the page came from."""
+    rules = ["default-src 'none'", f"style-src {_hash(style)}", f"script-src {_hash(script)}", "img-src data:"]
+    rules += ["base-uri 'none'", "form-action 'none'", *(["connect-src 'self'"] if asks_its_server else [])]
+    policy = "; ".join(rules)
     # The data last: what it says must not be taken for a place to fill in.
-    for name, value in (("policy", policy), ("style", style), ("script", script), ("data", as_json(view(inputs)))):
+    for name, value in (("policy", policy), ("style", style), ("script", script), ("data", as_json(data))):
         head, mark, tail = page.partition(f"{{{{{name}}}}}")
         assert mark, f"page.html has no place for {name}"
         page = head + value + tail
@@ -130,7 +132,8 @@ def as_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _read(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the page that lies beside this one."""
     return resources.files("ithaca.observe.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -41,16 +41,16 @@ function header() {
             state.resume ? h("p", {}, "Go on with ", h("code", {}, state.resume)) : null,
           )
         : null,
-      figures(),
+      figures(data.figures),
     ),
   );
 }
 
-function figures() {
+function figures(found) {
   return h(
     "dl",
     { class: "figures" },
-    data.figures.map((figure) => {
+    found.map((figure) => {
       const share = figure.of ? figure.value / figure.of : null;
       const bar = share === null ? null : h("i", { class: share > 1 ? "over" : null });
       if (bar) bar.style.width = `${Math.min(100, 100 * share).toFixed(1)}%`;
