@@ -14,7 +14,7 @@ from ithaca.base import faults
 from ithaca.cli.main import main
 
 ALLOWED = {faults.ALLOW: "1"}
-PAGE = Path(__file__).parents[2] / "docs" / "developer" / "faults.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "reliability.md"
 
 
 @pytest.fixture(autouse=True)

@@ -64,8 +64,8 @@ def add_plan(verbs: Any) -> None:
 
 
 def add_request(parser: Any, *, run: bool = False) -> None:
-    """What a plan is asked for, and a profile with the same words. run: a run may be given, which says most of it, or nothing, for a
-    page to ask."""
+    """What a plan is asked for, and a profile with the same words. run: a run may be given, which says most of it, or none, where a
+    page asks."""
     what = "a folder with config.json, that file, owner/name, or a preset"
     parser.add_argument(
         "model",
