@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from random import Random
 
 import pytest
 from transformers import AutoConfig
@@ -12,7 +13,8 @@ from transformers import AutoConfig
 from ithaca.cli.main import main
 from ithaca.engine.job import Job, Memory
 from ithaca.engine.limits import IN_FLIGHT
-from ithaca.engine.model.sizes import sizes_of
+from ithaca.engine.model.sizes import read_sizes, sizes_of
+from ithaca.planner import memory
 from ithaca.planner.confirm import confirmed
 from ithaca.planner.dry_run.alike import Gap, chosen
 from ithaca.planner.dry_run.run import dry_run
@@ -96,3 +98,20 @@ def test_the_command_finds_it(tmp_path, capsys):
     fits = {each["context"]: each["fits"] for each in shown["tried"]}
     assert fits[shown["context"]] and not fits[shown["context"] + 2**16]
     assert shown["dry_run"]["executed"] == 4 and shown["dry_run"]["layers"] == 6
+
+
+def test_layers_of_two_kinds_as_if_all_were_walked(monkeypatch: pytest.MonkeyPatch):
+    """Where copies are large those beside a change tell; where they are small, all are walked."""
+    model, random, shorter = read_sizes("llama32_1b"), Random(0), 0
+    for _ in range(40):
+        kept, on_gpu = random.randrange(1, 16), random.randrange(1, 16)
+        recompute = random.choice(["keep_attention", ("layer",) * (16 - kept) + ("keep_attention",) * kept])
+        store = (random.choice(["host", "disk"]),) * (16 - on_gpu) + ("gpu",) * on_gpu
+        stack = Stack(recompute=recompute, store=store, tile=4096, heads_per_stage=random.choice([None, 1, 4]))
+        job = Job(model, stack, random.choice([2**14, 2**18, 2**20, 2**22]), 1, 1)
+        shorter += len(memory.walked(job)) < 16
+        few = memory.predict(job)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "walked", lambda job: list(range(16)))
+            assert memory.predict(job) == few, stack
+    assert 10 < shorter < 40

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from ..engine.cost import RankCost
 from ..engine.job import Job, Memory
 from ..engine.layer.cost import Snapshot, backward, forward, stored
+from ..engine.limits import IN_FLIGHT
 from ..engine.objective.cost import embedding, loss
 from ..engine.offload.cost import InFlight
 
@@ -45,9 +46,18 @@ def predict(job: Job) -> Memory:
 
 
 def walked(job: Job) -> list[int]:
-    """The layers that tell: where all are alike, those in the middle hold what their neighbours do."""
-    layers = job.model.layers
-    return list(range(layers)) if layers <= 4 or not job.stack.uniform else [0, 1, layers - 2, layers - 1]
+    """The layers that tell: where all are alike, those in the middle hold what their neighbours do. So does one amid its
+    like, where a copy is so large that two are all that may be under way; else they reach over many layers, and all are walked."""
+    layers, stack = job.model.layers, job.stack
+    if layers <= 4:
+        return list(range(layers))
+    if stack.uniform:
+        return [0, 1, layers - 2, layers - 1]
+    kinds = [(stack.recompute_of(layer), stack.store_of(layer)) for layer in range(layers)]
+    if RankCost(job).hidden < IN_FLIGHT or any(stack.engine_of(layer) != "streamed" for layer in range(layers)):
+        return list(range(layers))
+    edges = [layer for layer in range(layers + 1) if layer in (0, layers) or kinds[layer] != kinds[layer - 1]]
+    return sorted({layer for edge in edges for layer in range(max(0, edge - 2), min(layers, edge + 2))})
 
 
 class Peaks:

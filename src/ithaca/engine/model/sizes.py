@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ...base.hub import find_name, folder, short
@@ -44,12 +45,12 @@ class ModelSizes:
     def attention_weights(self) -> int:
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
-    @property
+    @cached_property
     def mlp_weights(self) -> int:
         mlp = 3 * self.hidden * self.intermediate
         return mlp if not self.experts else mlp * self.experts + self.hidden * self.experts
 
-    @property
+    @cached_property  # a search asks thousands of times
     def norms(self) -> int:
         """Of whole vectors, in a layer."""
         t = self.traits
@@ -60,7 +61,7 @@ class ModelSizes:
         """Whether torch's fused RMSNorm computes them; others keep what they have in fp32."""
         return self.traits.plain_norms
 
-    @property
+    @cached_property
     def norm_weights(self) -> int:
         own = self.norms * self.hidden
         if self.traits.qk_norm == "head":
@@ -69,7 +70,7 @@ class ModelSizes:
             own += (self.heads + self.kv_heads) * self.head_dim
         return own
 
-    @property
+    @cached_property
     def layer_weights(self) -> int:
         return self.attention_weights + self.mlp_weights + self.norm_weights + self.bias
 
