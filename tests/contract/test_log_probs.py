@@ -16,6 +16,7 @@ import ithaca
 from ithaca.base.processes.pool import Workers
 from ithaca.engine.model.shrink import TEXT, smallest
 from ithaca.engine.model.weights import randomize
+from ithaca.engine.objective.reference import without_adapters
 from ithaca.verify.presets import add_lora
 
 from .test_one_loss import DOCUMENTS, LENGTH, ROWS, labelled
@@ -110,6 +111,49 @@ def test_parity(workers: Workers, name: str):
     assert len(theirs) > 8 and worst(answers[0][1], theirs) <= 1e-5
 
 
+def beside_a_reference(first: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """In bf16: the base's log-probabilities, and gradients of the adapters."""
+    run = ithaca.prepare(model_of("lora"), ithaca.Stack(ulysses=2), device="cpu", dtype=torch.bfloat16)
+    batch = run.shard(tokens(2) % TEXT)
+
+    def reference() -> Tensor:
+        with torch.no_grad(), without_adapters(run.model):
+            return run.by_document(batch, run.logprobs(batch))  # pyright: ignore[reportArgumentType]
+
+    base = reference() if first else torch.zeros(2)
+    sums = run.by_document(batch, run.logprobs(batch))  # pyright: ignore[reportArgumentType]
+    (-sums.sum() / batch.supervised).backward()
+    return base if first else reference(), sums.detach(), gradients(run)
+
+
+def test_a_reference_without_adapters_leaves_no_trace(workers: Workers):
+    """Nor if it is the very first forward, in which FSDP2 looks at what is trained."""
+    for (base, sums, ours), (again, same, theirs) in zip(
+        workers.run(beside_a_reference, True, world=2), workers.run(beside_a_reference, False, world=2), strict=True
+    ):
+        assert torch.equal(base, again) and torch.equal(sums, same) and not torch.equal(base, sums)
+        assert len(ours) > 8 and ours.keys() == theirs.keys()
+        assert all(grad.dtype == torch.float32 and torch.equal(grad, theirs[name]) for name, grad in ours.items())
+
+
+def together(stack: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Something of tokens that lie on different ranks, and the gradient of the embedding."""
+    run = ithaca.prepare(tiny("llama3"), ithaca.Stack(**stack), device="cpu")
+    batch = run.shard(tokens(4, 22))
+    whole = run.by_token(batch, run.logprobs(batch))  # pyright: ignore[reportArgumentType]
+    (whole[:, 1:] * whole[:, :-1] * whole[0, 3]).sum().backward()
+    return whole.detach(), gradients(run)["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(("world", "stack"), [(2, dict(ring=2)), (4, dict(ulysses=2))], ids=str)
+def test_tokens_of_all_ranks_together(workers: Workers, world: int, stack: dict[str, Any]):
+    right, slopes = together({})
+    assert right.shape == (4, 22) and not right[:, -1].any() and right[:, :-1].all()
+    for whole, grad in workers.run(together, stack, world=world):
+        torch.testing.assert_close(whole, right, rtol=1e-5, atol=1e-5)
+        assert float((grad - slopes).norm() / slopes.norm()) < 1e-5
+
+
 # -- in one process ---------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +226,7 @@ def test_logits_of_one_tile():
         ),
         (lambda run: run.logprobs(run.shard(tokens()), temperature=float("nan")), "temperature=nan must be"),
         (lambda run: run.by_document(run.shard(tokens()), torch.zeros(2, 3)), r"values has shape \(2, 3\)"),
+        (lambda run: run.by_token(run.shard(tokens()), torch.zeros(2, 3)), r"values has shape \(2, 3\)"),
         (
             lambda run: run.shard(tokens(), weights=torch.ones(2, 48)),
             r"weights is \(2, 48\), but input_ids has shape \(1, 48\)",

@@ -126,6 +126,51 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
 
 
+def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Prompts of words, and answers of unequal lengths."""
+    random = torch.Generator().manual_seed(seed)
+
+    def words(low: int, high: int) -> str:
+        length = int(torch.randint(low, high, (), generator=random))
+        return "".join(f" w{i}" for i in torch.randint(2, VOCABULARY, (length,), generator=random).tolist())
+
+    return [{"prompt": words(1, 6), "chosen": words(1, 9), "rejected": words(1, 9)} for _ in range(count)]
+
+
+def other(model: Any) -> Any:
+    """Near the model, but not it: a reference from which the first step already differs."""
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=random)
+    return model
+
+
+def dpo_trainer(
+    folder: str, world: int, stack: dict[str, Any] | None, reference: str = "model", saved: str = "",
+    preset: str = "llama3", **changes: Any,
+) -> Any:  # fmt: skip
+    """reference: a "model" of its own, "adapters" switched off, "before" the first step, or what was saved, loaded "again"."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    from ithaca.integrations import DPOTrainer
+
+    changes = {"max_length": 32, "precompute_ref_log_probs": reference == "before"} | changes
+    common: dict[str, Any] = dict(
+        model=AutoModelForCausalLM.from_pretrained(saved) if saved else small(preset),
+        args=trl.DPOConfig(**settings(folder, world, stack, **changes)), processing_class=tokenizer(),
+        ref_model=other(small(preset)) if reference == "model" else None,
+        train_dataset=Dataset.from_list(pairs(19)), eval_dataset=Dataset.from_list(pairs(7, seed=1)),
+    )  # fmt: skip
+    if reference == "adapters":
+        from peft import LoraConfig
+
+        common["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
+    return trl.DPOTrainer(**common) if stack is None else DPOTrainer(**common, stack=ithaca.Stack(**stack))
+
+
 def sft_trainer(
     folder: str, world: int, stack: dict[str, Any] | None, lora: bool = False, preset: str = "llama3", **changes: Any
 ) -> Any:

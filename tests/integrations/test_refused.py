@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,17 @@ import transformers
 import ithaca
 import ithaca.integrations
 from ithaca.integrations import LongContext, Trainer
-from ithaca.integrations.options import _ARGUMENTS, _GIVEN, violations
+from ithaca.integrations.options import (
+    _ARGUMENTS,
+    _GIVEN,
+    _POLICY,
+    _PREFERENCE,
+    policy_violations,
+    preference_violations,
+    violations,
+)
 
-from .runs import hf_trainer, launched, padded, rows, settings, small
+from .runs import dpo_trainer, hf_trainer, launched, padded, rows, settings, small
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +120,67 @@ def test_a_trainer_that_would_lose_its_own_loss_is_no_base():
 
 def test_other_trainers_of_trl_are_no_bases():
     trl = pytest.importorskip("trl")
-    with pytest.raises(TypeError, match="DPOTrainer has a compute_loss"):
-        type("Mine", (LongContext, trl.DPOTrainer), {})
+    for base in (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer):
+        with pytest.raises(TypeError, match=f"{base.__name__} has a compute_loss"):
+            type("Mine", (LongContext, base), {})
+    type("Mine", (ithaca.integrations.DPOTrainer,), {})
+
+
+PREFERENCE = {
+    "f_divergence_type": "forward_kl", "ld_alpha": 0.5, "use_weighting": True, "sync_ref_model": True, "loss_weights": [0.5],
+    "label_smoothing_factor": 0.1,
+}  # fmt: skip
+
+
+def test_preferences_that_are_not_computed_are_named(tmp_path: Path):
+    trl = pytest.importorskip("trl")
+    args = trl.DPOConfig(**settings(str(tmp_path), 1, {}))
+    assert preference_violations(args, {}, groups=2) == [] and PREFERENCE.keys() == _PREFERENCE.keys()
+    more = {"loss_type": ["exo_pair"], "label_smoothing": 0.1, "beta": 0.0, "deepspeed": "zero.json"}
+    for name, value in (PREFERENCE | more).items():
+        changed = copy.copy(args)
+        setattr(changed, name, value)
+        (said,) = preference_violations(changed, {}, groups=1)
+        assert said.startswith(f"{name}=")
+    changed.loss_type = ["sigmoid", "sft"]
+    assert "one of sigmoid, sigmoid_norm, robust, hinge, ipo" in preference_violations(changed, {}, groups=1)[-1]
+    assert "merge them" in preference_violations(args, {"model": SimpleNamespace(peft_config={})}, groups=1)[0]
+    args.precompute_ref_log_probs = True
+    with torch.device("meta"):
+        model = torch.nn.Linear(1, 1)
+    assert "on the meta device" in preference_violations(args, {"model": model}, groups=1)[0]
+
+
+POLICY = {
+    "use_vllm": True, "log_completions": True, "sync_ref_model": True, "use_adaptive_entropy": True, "cast_lm_head_to_fp32": True,
+    "label_smoothing_factor": 0.1,
+}  # fmt: skip
+
+
+def test_policies_that_cannot_run_are_named(tmp_path: Path):
+    trl = pytest.importorskip("trl")
+    args = trl.GRPOConfig(**settings(str(tmp_path), 1, {}), num_generations=4)
+    given = {"rollout_func": print}
+    assert policy_violations(args, given, groups=2) == [] and POLICY.keys() == _POLICY.keys()
+    for name, value in POLICY.items():
+        changed = copy.copy(args)
+        setattr(changed, name, value)
+        (said,) = policy_violations(changed, given, groups=1)
+        assert said.startswith(f"{name}=")
+    assert "sample with the model that is trained" in policy_violations(args, {}, groups=1)[0]
+    for name, value in {"tools": [print], "environment_factory": print, "reward_funcs": ["a/model"]}.items():
+        (said,) = policy_violations(args, given | {name: value}, groups=1)
+        assert said.startswith(f"{name}: ")
+    args.num_generations, args.beta, args.eval_strategy, args.num_generations_eval = 3, 0.1, "steps", 5
+    said = policy_violations(args, given | {"model": SimpleNamespace(peft_config={})}, groups=1)
+    for word in ("8 completions", "no multiple of 3", "4 completions", "no multiple of 5", "merge them"):
+        assert word in " ".join(said)
+
+
+def test_a_balance_loss_is_no_part_of_a_preference(tmp_path: Path):
+    pytest.importorskip("trl")
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.0"):
+        dpo_trainer(str(tmp_path), 1, dict(), preset="qwen3_moe")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):

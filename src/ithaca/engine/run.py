@@ -165,14 +165,29 @@ class Run:
     def by_document(self, batch: Batch, values: Tensor) -> Tensor:
         """Sums of this rank's `values` [b, s] over the tokens of each document, [documents of the whole batch], row by row and the
         same on every rank. Without documents a row is one. Differentiable; collective."""
+        self._check_tokens(batch, values)
+        sums = values.new_zeros(sum(batch.documents_of_rows))
+        sums = sums.index_add(0, batch.document_of_tokens(self.mesh).flatten(), values.flatten())
+        return self._total(sums)
+
+    @staticmethod
+    def _check_tokens(batch: Batch, values: Tensor) -> None:
         if values.shape != batch.labels.shape:
             raise ValueError(
                 f"values has shape {tuple(values.shape)}, but this rank's tokens are {tuple(batch.labels.shape)}; pass what "
                 "logprobs(batch) gave, or a function of it, token by token"
             )
-        sums = values.new_zeros(sum(batch.documents_of_rows))
-        sums = sums.index_add(0, batch.document_of_tokens(self.mesh).flatten(), values.flatten())
-        return self._total(sums)
+
+    def by_token(self, batch: Batch, values: Tensor) -> Tensor:
+        """This rank's `values` [b, s] in their places in the whole batch, [rows, tokens], the same on every rank. Differentiable;
+        collective. For what a loss needs of all tokens at once: it is as large as the batch, on every rank."""
+        self._check_tokens(batch, values)
+        rows = len(batch.documents_of_rows)
+        first = rows // self.mesh.data.size * self.mesh.data.rank
+        where = batch.layout.tokens(self.mesh.ring.rank, self.mesh.ulysses.rank).to(values.device)
+        whole = values.new_zeros(len(values), batch.layout.padded).index_copy(1, where, values)
+        whole = torch.nn.functional.pad(whole, (0, 0, first, rows - first - len(values)))
+        return self._total(whole)[:, : batch.layout.length]
 
     def _total(self, value: Tensor) -> Tensor:
         """Over all ranks. Every rank goes on alike with the sum, and differentiates its own part of it."""

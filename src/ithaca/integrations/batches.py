@@ -29,7 +29,8 @@ _READ = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
 class WholeBatch(dict[str, Tensor]):
-    """input_ids, labels, position_ids and attention_mask of the rows of all data-parallel groups, [B, S] each."""
+    """input_ids, labels, position_ids and attention_mask of the rows of all data-parallel groups, [B, S] each. Of preferences also
+    the reference's log-probabilities where they are known, [B]; a chosen row and the rejected one behind it are a pair."""
 
     @property
     def supervised(self) -> int:
@@ -63,11 +64,12 @@ class Collate:
 
     collate: Callable[[list[Any]], Any]
     groups: int
+    read: Callable[[Mapping[str, Any]], WholeBatch]
 
     def __call__(self, examples: list[Any]) -> WholeBatch:
         size = -(-len(examples) // self.groups)
         parts = [examples[at : at + size] for at in range(0, len(examples), size)]
-        return join([read(self.collate(part)) for part in parts], self.groups)
+        return join([self.read(self.collate(part)) for part in parts], self.groups)
 
 
 def read(inputs: Mapping[str, Any]) -> WholeBatch:
@@ -104,6 +106,30 @@ def read(inputs: Mapping[str, Any]) -> WholeBatch:
             f"before it cannot foresee; set its label to {IGNORE}"
         )
     return WholeBatch(input_ids=ids, labels=labels, position_ids=_positions(starts), attention_mask=real)
+
+
+def read_pairs(inputs: Mapping[str, Any]) -> WholeBatch:
+    """A batch of TRL's preferences, in which all chosen rows stand before all rejected ones; here each pair stands together, so
+    that a data-parallel group has whole pairs."""
+    if isinstance(inputs, WholeBatch):
+        return inputs
+    names = ("input_ids", "attention_mask", "completion_mask")
+    rows = [inputs.get(name) if isinstance(inputs, Mapping) else None for name in names]
+    shapes = {tuple(value.shape) if isinstance(value, Tensor) else () for value in rows}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 2 or shape[0] % 2:
+        raise ValueError(
+            f"the data collator made {_words(inputs)}; a stack needs tensors input_ids, attention_mask and completion_mask of one "
+            "shape [rows, tokens], the chosen rows and then the rejected ones (TRL's DataCollatorForPreference makes them)"
+        )
+    ids, mask, answer = (inputs[name] for name in names)
+    order = torch.arange(len(ids)).view(2, -1).T.flatten()
+    known = {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps") if name in inputs}
+    rest = {name: value for name, value in inputs.items() if name not in names and name not in known}
+    labels = ids.masked_fill(answer == 0, IGNORE)
+    whole = read({**rest, "input_ids": ids[order], "labels": labels[order], "attention_mask": mask[order]})
+    if len(known) == 2:
+        whole["reference"] = torch.stack([*known.values()], 1).float().flatten()
+    return whole
 
 
 def _words(inputs: Mapping[str, Any]) -> str:
@@ -167,4 +193,8 @@ def join(parts: Sequence[WholeBatch], groups: int) -> WholeBatch:
         for name, value in joined.items():
             value[group, :height, :width] = part[name]
         joined["position_ids"][group, :height, width:] -= width
+    for name in parts[0].keys() - joined.keys():  # a number a row
+        joined[name] = parts[0][name].new_zeros(groups, rows)
+        for group, part in enumerate(parts):
+            joined[name][group, : len(part[name])] = part[name]
     return WholeBatch({name: value.flatten(0, 1) for name, value in joined.items()})

@@ -1,14 +1,16 @@
 """Settings of a trainer that contradict a stack, each with its remedy.
 
 A stack shards parameters, cuts sequences, recomputes and keeps activations by itself, and its loss is the cross-entropy of the next
-token. A setting that asks somebody else to do so, or that reads what never exists whole here, would be left out without a
-word or be wrong; so it is named before the data is even tokenized.
+token, or for TRL's DPOTrainer a preference of engine/objective/preference.py. A setting that asks somebody else to do so, or that
+reads what never exists whole here, would be left out without a word or be wrong; so it is named before the data is even tokenized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from ..engine.objective.preference import Preference
 
 # torch's own, which work on sharded parameters, weight by weight
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
@@ -52,15 +54,122 @@ _GIVEN: dict[str, str] = {
 }
 
 
+# of TRL's DPOConfig
+_PREFERENCE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "f_divergence_type": (("reverse_kl",), "only DPO's own divergence is computed here; use 'reverse_kl'"),
+    "ld_alpha": (
+        (None,),
+        "log-probabilities are summed by answer, and those of its tail cannot be weighted; leave it out",
+    ),
+    "use_weighting": ((False,), "its weights need sums over the vocabulary that are not computed here; leave it out"),
+    "sync_ref_model": ((False,), "the reference is sharded apart from the policy and stays as it is; leave it out"),
+    "loss_weights": ((None, [1.0]), "there is one loss; leave it out"),
+    "label_smoothing_factor": ((0.0,), "it is of the cross-entropy, which is no part of a preference; leave it out"),
+}
+# of TRL's GRPOConfig
+_POLICY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_vllm": (
+        (False,),
+        "it would be given whole weights by every rank; sample with a server of your own in rollout_func",
+    ),
+    "log_completions": (
+        (False,),
+        "every rank has all completions, and they would be shown once for each; leave it out",
+    ),
+    "sync_ref_model": ((False,), "the reference is sharded apart from the policy and stays as it is; leave it out"),
+    "use_adaptive_entropy": ((False,), "its state would not be in checkpoints; use entropy_coef"),
+    "cast_lm_head_to_fp32": ((False,), "log-probabilities are in fp32 as they are; leave it out"),
+    "label_smoothing_factor": ((0.0,), "it is of the cross-entropy, which is no part of a policy step; leave it out"),
+}
+# what TRL calls a loss -> ours: loss, by_length
+PREFERENCES: dict[str, tuple[str, bool]] = {
+    "sigmoid": ("sigmoid", False), "sigmoid_norm": ("sigmoid", True), "robust": ("robust", False), "hinge": ("hinge", False),
+    "ipo": ("ipo", True),
+}  # fmt: skip
+
+
 def violations(args: Any, given: Mapping[str, Any], groups: int) -> list[str]:
     """Everything about a trainer's settings that cannot work with a stack.
 
     args: its TrainingArguments. given: what else the trainer is made with. groups: of data-parallel ranks."""
-    return [*_argument_violations(args, groups), *_given_violations(given)]
+    return [*_argument_violations(args, _ARGUMENTS, groups), *_given_violations(given)]
 
 
-def _argument_violations(args: Any, groups: int) -> Iterator[str]:
-    for name, (allowed, why) in _ARGUMENTS.items():
+def preference_violations(args: Any, given: Mapping[str, Any], groups: int) -> list[str]:
+    """The same for TRL's DPOTrainer."""
+    rules = {name: rule for name, rule in _ARGUMENTS.items() if name != "loss_type"} | _PREFERENCE
+    problems = [*_argument_violations(args, rules, groups), *_given_violations(given)]
+    losses = args.loss_type if isinstance(args.loss_type, list) else [args.loss_type]
+    if len(losses) != 1 or losses[0] not in PREFERENCES:
+        problems.append(f"loss_type={_short(args.loss_type)}: with a stack it is one of {', '.join(PREFERENCES)}")
+    elif args.label_smoothing and losses[0] != "robust":
+        problems.append(
+            f"label_smoothing={args.label_smoothing}: TRL leaves it out of the loss {losses[0]!r}; use loss_type='robust', or 0.0"
+        )
+    elif not problems:
+        problems += preference_of(args).violations()
+    model = given.get("model")
+    if given.get("ref_model") is None and hasattr(model, "peft_config"):
+        problems.append(
+            "model has adapters already, and TRL would copy them as a reference; merge them (model.merge_and_unload()) and pass "
+            "peft_config for new ones, which are switched off for the reference, or pass ref_model"
+        )
+    elif (
+        args.precompute_ref_log_probs and given.get("ref_model") is None and any(p.is_meta for p in _parameters(model))
+    ):
+        problems.append(
+            "precompute_ref_log_probs=True: TRL reads the weights of the model to know them again, but it is on the meta device; "
+            "load it, and drop weights="
+        )
+    return problems
+
+
+def policy_violations(args: Any, given: Mapping[str, Any], groups: int) -> list[str]:
+    """The same for TRL's GRPOTrainer."""
+    rules = {name: rule for name, rule in _ARGUMENTS.items() if name != "loss_type"} | _POLICY
+    problems = [*_argument_violations(args, rules, groups), *_given_violations(given)]
+    if given.get("rollout_func") is None:
+        problems.append(
+            "rollout_func is missing, so TRL would sample with the model that is trained: its shards would be gathered for every "
+            "token, and every rank would hold whole sequences. Pass one that samples elsewhere (vLLM, SGLang); rank 0 calls it"
+        )
+    for name in ("tools", "environment_factory"):
+        if given.get(name) is not None:
+            problems.append(f"{name}: completions come from rollout_func, which may use it; leave it out")
+    rewards = given.get("reward_funcs")
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(reward, str) or hasattr(reward, "parameters"):
+            problems.append("reward_funcs: a reward model would lie whole on every rank; pass a function that asks it")
+    batches = {"train": (args.per_device_train_batch_size * args.steps_per_generation, args.num_generations)}
+    if getattr(args.eval_strategy, "value", args.eval_strategy) != "no":
+        batches["eval"] = (args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations)
+    for name, (rows, each) in batches.items():
+        if rows * groups % each:
+            problems.append(
+                f"{rows * groups} completions are sampled at a time (per_device_{name}_batch_size counts those of a data-parallel "
+                f"group), which is no multiple of {each} generations a prompt; raise it"
+            )
+    if args.beta and hasattr(given.get("model"), "peft_config"):
+        problems.append(
+            "model has adapters already, and TRL would copy them as a reference; merge them (model.merge_and_unload()) and pass "
+            "peft_config for new ones, which are switched off for the reference, or beta=0.0"
+        )
+    return problems
+
+
+def preference_of(args: Any) -> Preference:
+    """What a DPOConfig asks for."""
+    name = args.loss_type[0] if isinstance(args.loss_type, list) else args.loss_type
+    loss, by_length = PREFERENCES[name]
+    return Preference(loss, args.beta, args.label_smoothing, by_length)
+
+
+def _parameters(model: Any) -> Iterator[Any]:
+    return model.parameters() if hasattr(model, "parameters") else iter(())  # it may be a name
+
+
+def _argument_violations(args: Any, rules: Mapping[str, tuple[tuple[Any, ...], str]], groups: int) -> Iterator[str]:
+    for name, (allowed, why) in rules.items():
         value = getattr(args, name, allowed[0])
         value = getattr(value, "value", value)  # of an enum
         if value not in allowed:

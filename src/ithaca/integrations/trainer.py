@@ -13,7 +13,8 @@ checkpoints. What has to know that ranks share a sequence and that parameters ar
 per_device_train_batch_size counts rows of a data-parallel group, that is of `ulysses × ring` ranks together. Gradient checkpointing
 of the trainer is switched off: the stack's `recompute` is what does it here.
 
-Not supported: what options.py names, `predict` and metrics, which need whole logits, and trainers with a loss of their own.
+Not supported: what options.py names, `predict` and metrics, which need whole logits, and trainers with a loss of their own, other
+than TRL's preferences and policy steps (dpo.py, grpo.py).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
@@ -64,6 +66,51 @@ else:
     _Base = object
 
 
+class WholeBatches(Accelerator):
+    """An accelerator whose processes all hold the whole batch, and whose model is sharded already."""
+
+    _ithaca_groups: int
+    _ithaca_read: Callable[[Any], WholeBatch] | None  # None: what the collator makes stays as it is
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        if not evaluation_mode:  # a reference is no model of the optimizer's
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        if data_loader in self._dataloaders:
+            return data_loader
+        if self._ithaca_read is not None:
+            data_loader.collate_fn = Collate(data_loader.collate_fn, self._ithaca_groups, self._ithaca_read)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=1,  # each reads everything
+            process_index=0,
+            put_on_device=False,  # a rank takes its tokens first
+            rng_types=[],
+            dispatch_batches=False,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Of evaluation: a value for each row of a group. The loss is that of all groups, so it counts for each of theirs."""
+        whole = input_data.repeat(self._ithaca_groups)
+        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
+        return whole[:left] if left > 0 else whole
+
+
 class LongContext(_Base):
     """Put it first: `class Mine(LongContext, SFTTrainer)`.
 
@@ -71,6 +118,9 @@ class LongContext(_Base):
     """
 
     _metrics: Any  # of TRL, which logs their means
+    _known: ClassVar[frozenset[str]] = frozenset(_KNOWN)
+    _accelerator: ClassVar[type[WholeBatches]] = WholeBatches
+    _divides: ClassVar[bool] = True  # the loss, by the count of the whole step, so that micro-batches only add up
     run: Run
     """The prepared model: its mesh, its report."""
 
@@ -85,10 +135,10 @@ class LongContext(_Base):
             )
         for kind in behind[: behind.index(transformers.Trainer)]:
             lost = [name for name in _REPLACED if name in vars(kind)]
-            if lost and f"{kind.__module__}.{kind.__qualname__}" not in _KNOWN:
+            if lost and f"{kind.__module__}.{kind.__qualname__}" not in cls._known:
                 raise TypeError(
                     f"{kind.__name__} has a {', '.join(lost)} of its own, which LongContext would replace; derive from a trainer "
-                    "without it (Trainer, SFTTrainer), and override in the class that has LongContext"
+                    "without it (Trainer, SFTTrainer, one of ithaca.integrations), and override in the class that has LongContext"
                 )
 
     def __init__(
@@ -110,35 +160,50 @@ class LongContext(_Base):
             raise ValueError("args is missing; pass TrainingArguments (or SFTConfig) as args")
         groups = max(1, args.world_size // max(1, stack.context_ranks))
         require(
-            [*stack.violations(args.world_size), *violations(args, place, groups)],
+            [*stack.violations(args.world_size), *self._violations(args, place, groups)],
             "this trainer cannot run with a stack",
         )
-        place["args"] = _replaced_checkpointing(args)
+        place["args"], self._groups = self._adapted(_replaced_checkpointing(args), groups), groups
         super().__init__(*bound.args, **bound.kwargs)
         self._check_launch()
         self._set_signature_columns_if_needed()  # while the model's forward still names its arguments
-        self._take_back_patches()
         model: Any = self.model
         self._weights_dtype = next(model.parameters()).dtype  # as it came: what is saved
-        compute = torch.bfloat16 if self.args.mixed_precision == "bf16" else self._weights_dtype
-        device = self.args.device if self.args.device.type == "cuda" else self.args.device.type  # Accelerate says cpu:1
-        with torch.random.fork_rng(devices=[]):  # the order of the data must not depend on a proof
-            self.run = prepare(
-                model, stack, device=device, dtype=compute, scratch=scratch, weights=weights,
-                offload_parameters=offload_parameters, seed=self.args.seed,
-            )  # fmt: skip
+        self.run = self._prepare_model(
+            model, stack, scratch=scratch, weights=weights, offload_parameters=offload_parameters
+        )
         if self.run.mesh.world.size != self.args.world_size:
             raise ValueError(
                 f"the process group has {self.run.mesh.world.size} ranks, but Accelerate sees {self.args.world_size}: start with "
                 "torchrun, and on a machine without GPUs set use_cpu=True"
             )
-        self.model_accepts_loss_kwargs = True  # the loss is divided by the count it is given, once
+        self.model_accepts_loss_kwargs = self._divides  # if not, the trainer divides by the micro-batches
         self._check_balance()
-        accelerator: Any = self.accelerator
-        accelerator.__class__, accelerator._ithaca_groups = _WholeBatches, self.run.mesh.data.size
         self.gather_function = self.accelerator.gather_for_metrics
 
+    @staticmethod
+    def _adapted(args: Any, groups: int) -> Any:
+        """A copy of the settings, as they are meant with a stack."""
+        return args
+
+    @staticmethod
+    def _violations(args: transformers.TrainingArguments, given: Mapping[str, Any], groups: int) -> list[str]:
+        return violations(args, given, groups)
+
     # -- the model --------------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        accelerator.__class__ = self._accelerator
+        accelerator._ithaca_groups, accelerator._ithaca_read = self._groups, self._read
+
+    def _prepare_model(self, model: Any, stack: Stack, **options: Any) -> Run:
+        _take_back_patches(model)
+        compute = torch.bfloat16 if self.args.mixed_precision == "bf16" else next(model.parameters()).dtype
+        device = self.args.device if self.args.device.type == "cuda" else self.args.device.type  # Accelerate says cpu:1
+        with torch.random.fork_rng(devices=[]):  # the order of the data must not depend on a proof
+            return prepare(model, stack, device=device, dtype=compute, seed=self.args.seed, **options)
 
     def _check_launch(self) -> None:
         """What `accelerate launch` asks for by itself."""
@@ -155,14 +220,17 @@ class LongContext(_Base):
             )
         require(problems, "this trainer cannot run with a stack")
 
-    def _take_back_patches(self) -> None:
-        """TRL gives the model a forward that returns log-probabilities by tiles; the stack's own loss does that."""
-        model: Any = self.model
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        forward = vars(inner).get("forward")
-        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-        if code is not None and code.co_name == "_fused_forward":
-            del inner.forward
+    def _prepare_reference(self, stack: Stack, offload_parameters: bool = False) -> Run | None:
+        """TRL's `ref_model`, where it has one, under the same stack; it keeps nothing for a backward."""
+        model: Any = getattr(self, "ref_model", None)
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError(
+                "the model's config asks for the router's balance loss, which is no part of this loss; set router_aux_loss_coef=0.0"
+            )
+        if model is None:
+            return None
+        frozen = model.requires_grad_(False)
+        return self._prepare_model(frozen, replace(stack, store="gpu"), offload_parameters=offload_parameters)
 
     def _check_balance(self) -> None:
         if self.run.decoder.router_weight and self.args.label_smoothing_factor:
@@ -179,6 +247,11 @@ class LongContext(_Base):
 
     # -- batches ----------------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _read(inputs: Any) -> WholeBatch:
+        """What the data collator makes."""
+        return read(inputs)
+
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *given: Any, **named: Any) -> Any:
         """Of whole batches."""
         return super()._get_dataloader(dataset, description, batch_size * self.run.mesh.data.size, *given, **named)
@@ -192,7 +265,7 @@ class LongContext(_Base):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int:
         """Supervised tokens of all micro-batches, over all ranks. Here ranks find out whether they read the same."""
-        batches = [read(batch) for batch in batch_samples]
+        batches = [self._read(batch) for batch in batch_samples]
         self._require_same(batches)
         supervised = sum(batch.supervised for batch in batches)
         if batches and supervised == 0:
@@ -215,7 +288,7 @@ class LongContext(_Base):
     # -- loss -------------------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        if not self.run.decoder.router_weight and read(inputs).supervised == 0:
+        if not self.run.decoder.router_weight and self._read(inputs).supervised == 0:
             return torch.zeros((), device=self.args.device)  # nothing to learn from; the other micro-batches have it
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -224,7 +297,10 @@ class LongContext(_Base):
     ) -> Tensor:
         if return_outputs:
             raise ValueError("logits of a long sequence never exist whole, so compute_loss cannot return outputs")
-        whole = read(inputs)
+        return self._loss(self._read(inputs), None if num_items_in_batch is None else int(num_items_in_batch))
+
+    def _loss(self, whole: WholeBatch, count: int | None) -> Tensor:
+        """count: supervised tokens of the step; None in evaluation."""
         if whole.padded and self.run.decoder.router_weight:
             raise ValueError(
                 "a batch has padding, which the router's balance loss would count; use packing, one row a batch, and "
@@ -235,7 +311,6 @@ class LongContext(_Base):
         if by_trl and self.run.model.training:
             self._total_train_tokens += int(whole["attention_mask"].sum())
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        count = None if num_items_in_batch is None else int(num_items_in_batch)
         # transformers adds the balance losses of micro-batches up, TRL takes their mean
         balance = 1.0 / self.current_gradient_accumulation_steps if count and by_trl else 1.0
         return self.run.loss(batch, supervised=count, label_smoothing=self.args.label_smoothing_factor, balance=balance)
@@ -243,7 +318,7 @@ class LongContext(_Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        whole = read(inputs)
+        whole = self._read(inputs)
         self._require_same([whole])
         with torch.no_grad():
             return self.compute_loss(model, whole), None, None
@@ -335,46 +410,13 @@ class Trainer(LongContext, transformers.Trainer):
     """`transformers.Trainer` with `stack=`."""
 
 
-class _WholeBatches(Accelerator):
-    """An accelerator whose processes all hold the whole batch, and whose model is sharded already."""
-
-    _ithaca_groups: int
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        self._models.append(model)
-        return model
-
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        if data_loader in self._dataloaders:
-            return data_loader
-        data_loader.collate_fn = Collate(data_loader.collate_fn, self._ithaca_groups)
-        prepared = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=1,  # each reads everything
-            process_index=0,
-            put_on_device=False,  # a rank takes its tokens first
-            rng_types=[],
-            dispatch_batches=False,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.dataloader_config.data_seed,
-            use_stateful_dataloader=self.use_stateful_dataloader,
-        )
-        self._dataloaders.append(prepared)
-        return prepared
-
-    def gather(self, tensor: Any) -> Any:
-        return tensor
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Of evaluation: a value for each row of a group. The loss is that of all groups, so it counts for each of theirs."""
-        whole = input_data.repeat(self._ithaca_groups)
-        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
-        return whole[:left] if left > 0 else whole
+def _take_back_patches(model: Any) -> None:
+    """TRL gives a model a forward that returns log-probabilities by tiles; the stack's own loss does that."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forward = vars(inner).get("forward")
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if code is not None and code.co_name == "_fused_forward":
+        del inner.forward
 
 
 def _replaced_checkpointing(args: transformers.TrainingArguments) -> transformers.TrainingArguments:
