@@ -11,8 +11,21 @@ from typing import Any
 import pytest
 
 from ithaca import Stack
-from ithaca.config import Config, StackOptions, missing, violations
-from ithaca.config.schema import Checkpoint, Data, Evaluate, Launch, Log, Lora, Model, Results, Rope, Source, Train
+from ithaca.config import Config, StackOptions, load, missing, split_overrides, violations
+from ithaca.config.schema import (
+    Checkpoint,
+    Data,
+    Evaluate,
+    Launch,
+    Log,
+    Lora,
+    Model,
+    Objective,
+    Results,
+    Rope,
+    Source,
+    Train,
+)
 
 GOOD = Config(
     model=Model(folder="x"),
@@ -31,12 +44,46 @@ def test_a_good_one():
     assert violations(with_("train", **edge)) == []
 
 
+def test_objectives():
+    for given in (
+        dict(kind="dpo", loss="robust", label_smoothing=0.2, reference="scores"),
+        dict(kind="policy", loss="dr_grpo", longest=100, kl=0.1, reference="start", clip_high=0.3),
+    ):
+        assert violations(with_("objective", **given)) == []
+    whole = ["model.folder=x", "train.steps=1", "data.context=8", "data.sources=[a]"]
+    rest, overrides = split_overrides(["run.yaml", "--objective", "dpo", "--objective.beta", "0.2"])
+    assert rest == ["run.yaml"]
+    assert load(None, [*whole, *overrides]).config.objective == Objective(kind="dpo", beta=0.2)
+    names = {
+        (lora, kl): Objective(kind="policy", kl=kl).reference_of(lora) for lora in (True, False) for kl in (0.0, 0.1)
+    }
+    assert names == {(True, 0.0): None, (True, 0.1): "adapters", (False, 0.0): None, (False, 0.1): "start"}
+
+
 EIGHT = dict(launch=Launch(workers=4, nodes=2))
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (with_("objective", beta=0.2), "objective.beta=0.2 is for objective.kind=dpo, and this run has sft; drop it"),
+        (with_("objective", kind="dpo", kl=0.1), "objective.kl=0.1 is for objective.kind=policy, and this run has dpo"),
+        (with_("objective", kind="dpo", loss="grpo"), "objective.loss=grpo is no loss of objective.kind=dpo: it has sigmoid"),
+        (with_("objective", loss="ipo"), "objective.loss=ipo is no loss of objective.kind=sft: sft has one loss; drop it"),
+        (with_("objective", kind="dpo", label_smoothing=0.5), "objective.label_smoothing=0.5 must be below 0.5"),
+        (with_("objective", kind="dpo", loss="ipo", label_smoothing=0.1), "label_smoothing=0.1 has no meaning for ipo"),
+        (with_("objective", kind="dpo", beta=1e-40), "objective.beta=1e-40 is 0 or nearly 0 in float32"),
+        (with_("objective", kind="policy", loss="dr_grpo"), "divides by objective.longest, which is missing"),
+        (with_("objective", kind="policy", reference="start"), "objective.reference=start would not be used: objective.kl is 0"),
+        (with_("objective", kind="dpo", reference="adapters"), "the model without its adapters, and model.lora is not given"),
+        (
+            replace(with_("objective", kind="dpo"), train=Train(steps=100, label_smoothing=0.1)),
+            "train.label_smoothing=0.1 is a term of cross-entropy, and objective.kind=dpo has none; use objective.label_smoothing",
+        ),
+        (
+            replace(with_("objective", kind="policy"), data=Data(context=64, sources=(Source(synthetic="recall"),))),
+            "data.sources[0]: synthetic rows are texts, and objective.kind=policy learns from rollouts; name files of those",
+        ),
         (with_("train", warmup=100), "train.warmup=100 must be less than train.steps=100"),
         (with_("train", warmup=1.0), "train.warmup=1.0 is neither a number of steps (10) nor a share of them"),
         (with_("train", warmup=-1), "train.warmup=-1 must be at least 0"),

@@ -195,10 +195,9 @@ def test_preferences():
             both(record)
 
 
-def test_preferences_are_packed_by_choice_only(tmp_path: Path, tokenizer: Path):
+def test_which_answer_is_said_for_preferences_only(tmp_path: Path, tokenizer: Path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi ", "chosen": "ho", "rejected": "no"}])
     for more, message in (
-        ({}, r"holds preferences \('chosen' and 'rejected'\).* not possible yet; .*use: chosen \(--use chosen\)"),
         ({"kind": "text", "columns": {"text": "chosen"}, "use": "chosen"}, "use is for preferences, and this is text"),
         ({"use": "rejected"}, "use 'rejected' is unknown; choose one of chosen"),
     ):
@@ -293,7 +292,11 @@ def test_inspect_of_files(tmp_path: Path, tokenizer: Path, capsys: Any):
     assert "<|start|>user\nhi<|end|>\n<|start|>assistant\n⟦ho<|end|>⟧\n" in out and ":2 ──" not in out
     pairs = write_jsonl(tmp_path / "b.jsonl", [{"chosen": [USER, ANSWER], "rejected": [USER, WORSE]}])
     code, out, _ = run(capsys, "data", "inspect", pairs)
-    assert code == 0 and "kind preference (chosen, rejected)" in out and "packed only with --use chosen" in out
+    assert (
+        code == 0
+        and "kind preference (chosen, rejected)" in out
+        and "both answers are packed, for objective: dpo" in out
+    )
     assert "user: hi\nchosen: ⟦ho⟧\nrejected: ⟦no⟧" in out
     (tmp_path / "c.md").write_text("# a text")
     code, out, _ = run(capsys, "data", "inspect", tmp_path / "c.md", "--json")

@@ -125,6 +125,7 @@ VERBS = {
     "profile": ["llama3_8b", "--context", "1K"],
     "eval": ["x"],
     "ask": ["x", "?"],
+    "score": ["x", "y", "--out", "z"],
     "verify": [],
     "data": ["inspect", "x"],
     "ckpt": ["verify", "x"],

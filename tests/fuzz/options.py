@@ -23,6 +23,7 @@ BASES: dict[str, list[str]] = {
     "train": ["train", "run.yaml", "--check"],
     "eval": ["eval", "run", "--cpu", "1", "--quiet", "--out", "results"],
     "ask": ["ask", "model", "who?", "--cpu", "1", "--tokens", "1"],
+    "score": ["score", "model", "pairs", "--cpu", "1", "--out", "scores"],
     "verify": ["verify", "model", "--device", "cpu", "--world", "1"],
     "data pack": ["data", "pack", "texts.jsonl", "--tokenizer", "model", "--out", "new", "--workers", "1"],
     "data inspect": ["data", "inspect", "packed", "--context", "64"],
@@ -41,9 +42,9 @@ BASES: dict[str, list[str]] = {
     "docs": ["docs", "config"],
 }
 POSITIONALS = {
-    "plan": 1, "ladder": 1, "profile": 1, "train": 1, "eval": 1, "ask": 1, "verify": 1, "data pack": 2, "data inspect": 2,
-    "ckpt ls": 2, "ckpt verify": 2, "ckpt export": 2, "export": 1, "report": 1, "recipes show": 2, "slurm": 1, "bench": 1,
-    "docs": 1,
+    "plan": 1, "ladder": 1, "profile": 1, "train": 1, "eval": 1, "ask": 1, "score": 1, "verify": 1, "data pack": 2,
+    "data inspect": 2, "ckpt ls": 2, "ckpt verify": 2, "ckpt export": 2, "export": 1, "report": 1, "recipes show": 2, "slurm": 1,
+    "bench": 1, "docs": 1,
 }  # fmt: skip
 """Which word of the command names what is to be read."""
 

@@ -44,6 +44,11 @@ def make_world(folder: Path) -> Path:
     write_jsonl(Path("chats.jsonl"), [chat("hello", "well, hello", "bye", "bye")] * 3)
     write_jsonl(Path("texts.jsonl"), [{"text": words(90, seed)} for seed in range(6)])
     pack([Source("texts.jsonl")], Path("packed"), tokenizer="model", workers=1, quiet=True)
+    pairs = [
+        {"prompt": words(3, seed), "chosen": words(9, seed + 1), "rejected": words(7, seed + 2)} for seed in range(6)
+    ]
+    write_jsonl(Path("pairs.jsonl"), pairs)
+    pack([Source("pairs.jsonl")], Path("pairs"), tokenizer="model", workers=1, quiet=True)
     Path("run.yaml").write_text(yaml.safe_dump(CONFIG))
     Path("lora.yaml").write_text(yaml.safe_dump({**CONFIG, "run": {"folder": "lora"}}))
     Path("plan.json").write_text(json.dumps(samples.plan()))

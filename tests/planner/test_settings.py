@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.config.option import kinds
-from ithaca.config.schema import Checkpoint, Config, Data, Lora, Model, Train
+from ithaca.config.schema import Checkpoint, Config, Data, Lora, Model, Objective, Train
 from ithaca.engine.job import Job
 from ithaca.engine.model.sizes import read_sizes, sizes_of
 from ithaca.planner.config import hf_config, requested
@@ -41,6 +41,7 @@ REQUESTED: dict[str, Any] = {
     "train.offload_optimizer": True,
     "train.deterministic": True,
     "train.steps": 5,  # before the first checkpoint that is not waited for
+    "objective.kind": "dpo",
     "checkpoint.asynchronous": False,
     "checkpoint.every": None,
 }
@@ -65,6 +66,12 @@ OTHER = {
                      "clip", "seed")
     },
     "the fused loss knows them": {"train.z_loss", "train.label_smoothing"},
+    "arithmetic on the log-probabilities of tokens": {
+        f"objective.{name}"
+        for name in ("loss", "beta", "label_smoothing", "by_length", "clip_low", "clip_high", "unbiased_kl", "normalise", "longest",
+                     "temperature")
+    },
+    "with adapters a forward more, see below": {"objective.reference", "objective.kl"},
     "files": {"checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.failures", "model.lora.merge_on_export"},
     "a forward that keeps nothing, beside the steps": {"eval"},
     "what is said": {"log"},
@@ -120,6 +127,8 @@ CASES: list[tuple[str, int, int, Stack, dict[str, Any]]] = [
     # whole weights on several ranks are FSDP2 all the same, with fp32 masters; a disk store has the last layer in host memory
     ("llama3_8b", 16 * K, 4, Stack(shard_parameters=False), dict(rows=4)),
     ("llama32_1b", 64 * K, 1, Stack(tile=16384), dict(kernel="flash", processors=132)),
+    ("llama3_8b", 16 * K, 2, Stack(ulysses=2, tile=4096), dict(units=True)),
+    ("llama32_1b", 16 * K, 1, Stack(), dict(units=True, reference=True, lora=16)),
 ]  # fmt: skip
 if os.environ.get("ITHACA_PLANS") == "long":  # make plans
     CASES += [
@@ -189,6 +198,19 @@ def test_states_on_the_host_take_its_time_and_its_memory():
     assert not small.fits and small.shortages[0].startswith("host memory")
     with pytest.raises(ValueError, match="keeps weights whole on the GPU"):
         plan("qwen3_4b", offload_optimizer=True, shard_parameters=False, **options)
+
+
+def test_a_reference_is_a_forward_more():
+    """Of the base in every step; what was scored before the first step costs none."""
+    adapters = replace(ADAPTED, objective=Objective(kind="dpo"))
+    start = replace(ADAPTED, objective=Objective(kind="dpo", reference="start"))
+    policy = replace(ADAPTED, objective=Objective(kind="policy"))
+    seconds = [
+        plan("llama32_1b", gpus="1xA100", stack=Stack(), **requested(config)).speed.seconds
+        for config in (ADAPTED, start, policy, adapters, replace(policy, objective=Objective(kind="policy", kl=0.1)))
+    ]
+    plain, scored, without, forward, with_kl = seconds
+    assert plain < scored == without < 1.1 * plain and 1.15 * plain < forward == with_kl < 1.6 * plain
 
 
 def test_what_did_not_fit_fits_with_its_states_on_the_host():

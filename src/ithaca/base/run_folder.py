@@ -68,6 +68,11 @@ class RunFolder:
         return self.path / "hub.json"
 
     @property
+    def reference(self) -> Path:
+        """Scores of the weights that the run began with, for objectives that compare with them: a folder for each data."""
+        return self.path / "reference"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -288,7 +288,9 @@ def _inspect_files(options: argparse.Namespace) -> int:
         f"{about['path']}: {about['format']}, {files}, {about['bytes'] / 1e6:,.1f} MB; kind {about['kind']} ({columns})"
     ]
     if about["kind"] == "preference" and options.use is None:
-        lines.append("  preferences are packed only with --use chosen, which leaves the rejected answers out")
+        lines.append(
+            "  both answers are packed, for objective: dpo; with --use chosen only the chosen ones, for plain training"
+        )
     if about["chat_template"] is not None:
         lines.append(f"  chat template: {about['chat_template']}")
     lines += [f"  {line}" for line in (*marked_words(about), *left_out_words(about["left_out"]))]
@@ -329,7 +331,7 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from ..data.find import left_out_words
-    from ..data.report import dropped_words, kind_words, marked_words, plan_words
+    from ..data.report import dropped_words, equal_words, kind_words, marked_words, plan_words
 
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(
@@ -343,7 +345,7 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
             f"  {escape(source['name'])}: {kind_words(source)}, {source['documents']:,} documents, {source['tokens']:,} tokens"
             + (f"; documents left out: {dropped}" if dropped else "")
         )
-        for line in (*marked_words(source), *left_out_words(source["left_out"])):
+        for line in (*marked_words(source), *equal_words(source), *left_out_words(source["left_out"])):
             console.print(f"    {line}", markup=False)
     lengths = about["lengths"]
     shares = ", ".join(f"{float(share):.0%} {value:,}" for share, value in lengths["quantiles"].items())
@@ -367,7 +369,8 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
     for document in about["sample"]:
         whole = document["shown"] == document["tokens"]
         first = "" if whole else f", the first {document['shown']:,}"
-        console.print(f"── document {document['document']:,}: {document['tokens']:,} tokens{first} ──")
+        each = f" ({' + '.join(map(str, document['lengths'][:16]))})" if len(document["lengths"]) > 1 else ""
+        console.print(f"── document {document['document']:,}: {document['tokens']:,} tokens{each}{first} ──")
         marked = not all(part["supervised"] for part in document["parts"])
         text = "".join(_marked(part, marked) for part in document["parts"])
         console.print(text + ("" if whole else " …"), markup=False, soft_wrap=True)

@@ -30,6 +30,7 @@ from .plan import add_plan
 from .profile import add_profile
 from .recipes import add_recipes
 from .report import add_report
+from .score import add_score
 from .slurm import add_slurm
 from .train import add_train
 from .verify import add_verify
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_train(verbs)
     add_eval(verbs)
     add_ask(verbs)
+    add_score(verbs)
     add_verify(verbs)
     add_data(verbs)
     add_ckpt(verbs)

@@ -19,7 +19,7 @@ from ..base.hub import PREFIX, local
 from ..stack import Stack
 from .curriculum import phase_configs
 from .option import about, accepts, expectation, kinds, out_of_range
-from .schema import DECAY, DECAY_SHAPE, Config, Rope, Source, Train, in_steps
+from .schema import DECAY, DECAY_SHAPE, Config, Objective, Rope, Source, Train, in_steps
 
 Problem = tuple[tuple[str, ...], str]  # the paths it is about, the first being where to look; and the words
 _LEAST, _MOST = 2.0**-126, float(2**128 - 2**104)  # of float32, without the numbers that lose digits towards 0
@@ -34,7 +34,7 @@ def problems_of(config: Config) -> list[Problem]:
     problems = list(_types(config, ""))
     if problems:
         return problems  # comparing wrong types would only add noise
-    parts = (_model, rope_problems, _data, _stack, _train, _phases, _rest)
+    parts = (_model, rope_problems, _data, _stack, _train, _objective, _phases, _rest)
     return [*_ranges(config, ""), *(problem for part in parts for problem in part(config))]
 
 
@@ -262,6 +262,66 @@ def _train(config: Config) -> Iterator[Problem]:
         )
 
 
+_OF = {
+    "dpo": ("beta", "label_smoothing", "by_length"),
+    "policy": ("clip_low", "clip_high", "kl", "unbiased_kl", "normalise", "longest", "temperature"),
+}
+_LOSSES = {"dpo": ("sigmoid", "robust", "hinge", "ipo"), "policy": ("grpo", "bnpo", "dr_grpo", "dapo")}
+
+
+def _objective(config: Config) -> Iterator[Problem]:
+    asked, kind, plain = config.objective, config.objective.kind, Objective()
+    for other, names in _OF.items():
+        for name in names if other != kind else ():
+            if getattr(asked, name) != getattr(plain, name):
+                yield (
+                    (f"objective.{name}", "objective.kind"),
+                    f"objective.{name}={getattr(asked, name)} is for objective.kind={other}, and this run has {kind}; drop it",
+                )
+    if asked.loss is not None and asked.loss not in _LOSSES.get(kind, ()):
+        known = f"it has {', '.join(_LOSSES[kind])}" if kind in _LOSSES else "sft has one loss; drop it"
+        yield (
+            ("objective.loss", "objective.kind"),
+            f"objective.loss={asked.loss} is no loss of objective.kind={kind}: {known}",
+        )
+    if asked.label_smoothing and asked.loss in ("hinge", "ipo"):
+        yield (
+            ("objective.label_smoothing", "objective.loss"),
+            f"objective.label_smoothing={asked.label_smoothing} has no meaning for {asked.loss}; use sigmoid or robust, or drop it",
+        )
+    if asked.loss == "dr_grpo" and asked.longest is None:
+        yield (
+            ("objective.longest", "objective.loss"),
+            "objective.loss=dr_grpo divides by objective.longest, which is missing: the most tokens that a completion may have",
+        )
+    for name in ("beta", "label_smoothing", "clip_low", "clip_high", "kl", "temperature"):
+        yield from _beyond_float32(f"objective.{name}", getattr(asked, name), getattr(plain, name))
+    if asked.reference is not None and asked.reference_of(config.model.lora is not None) is None:
+        why = "objective.kl is 0" if kind == "policy" else f"objective.kind={kind} compares with nothing"
+        yield ("objective.reference",), f"objective.reference={asked.reference} would not be used: {why}; drop it"
+    if asked.reference == "adapters" and config.model.lora is None:
+        yield (
+            ("objective.reference", "model.lora"),
+            "objective.reference=adapters is the model without its adapters, and model.lora is not given; use start, or give it",
+        )
+    if kind == "sft":
+        return
+    for name in ("label_smoothing", "z_loss"):
+        if getattr(config.train, name):
+            yield (
+                (f"train.{name}", "objective.kind"),
+                f"train.{name}={getattr(config.train, name)} is a term of cross-entropy, and objective.kind={kind} has none; "
+                + ("use objective.label_smoothing" if (name, kind) == ("label_smoothing", "dpo") else "drop it"),
+            )
+    for path, source in _sources(config):
+        if source.synthetic is not None:
+            yield (
+                (f"{path}.synthetic", "objective.kind"),
+                f"{path}: synthetic rows are texts, and objective.kind={kind} learns from "
+                + ("preferences" if kind == "dpo" else "rollouts") + "; name files of those",
+            )  # fmt: skip
+
+
 def _length(config: Config) -> Iterator[Problem]:
     train = config.train
     if train.epochs is None:
@@ -395,7 +455,8 @@ def _best(config: Config) -> Iterator[Problem]:
     if metric is None:
         return
     if metric == "held_out":
-        there, remedy = bool(evaluate.sources) or evaluate.packed is not None, "give eval.sources or eval.packed"
+        there = bool(evaluate.sources) or evaluate.packed is not None or config.data.holds_out
+        remedy = "give eval.sources, eval.packed or data.validation"
     else:
         task = "needle" if metric == "needle_longest" else metric
         there, remedy = task in evaluate.tasks, f"add {task} to eval.tasks"

@@ -72,7 +72,7 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Take `--train.steps 100`, `--train.steps=100` and `--stack auto` out of a command line.
 
     Returns what is left for argparse, and the overrides as "train.steps=100". A flag with a point in its name is an override;
-    so is --stack. Behind a bare `--` nothing is touched.
+    so are --stack and --objective. Behind a bare `--` nothing is touched.
     """
     rest: list[str] = []
     overrides: list[str] = []
@@ -82,7 +82,7 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if word == "--":
             return [*rest, word, *waiting], overrides
         name, equals, value = word[2:].partition("=")
-        if not word.startswith("--") or not ("." in name or name == "stack"):
+        if not word.startswith("--") or not ("." in name or name in ("stack", "objective")):
             rest.append(word)
             continue
         if not equals:

@@ -108,6 +108,9 @@ class Reader:
                 self.given[path] = Given(None, node.place)
         elif isinstance(node, Scalar) and kind.section is StackOptions and node.text == "auto":
             self.given[f"{path}.auto"] = Given(True, node.place)
+        elif isinstance(node, Scalar) and node.text and hasattr(kind.section, "SHORT"):
+            short = Mapping([(Scalar(kind.section.SHORT, node.place), node)], node.place)  # pyright: ignore
+            self.section(short, kind.section, path + ".")
         else:
             also = ", or the word auto" if kind.section is StackOptions else ""
             want = expectation(kind, {}) + also

@@ -1,4 +1,4 @@
-"""Every setting of a run: nine sections of plain dataclasses, each field with type, default and explanation.
+"""Every setting of a run: ten sections of plain dataclasses, each field with type, default and explanation.
 
 The record is frozen and imports nothing heavy. It holds what was asked for, not what was found out: no device, no model.
 `load` makes one from YAML and the command line, `check` says what cannot work, docs/reference/config.md is made from these fields.
@@ -118,8 +118,14 @@ class Columns:
     history: str = option("history", "Alpaca: earlier turns, a list of [instruction, output].")
     prompt: str = option("prompt", "What is completed, or answered in two ways: a text or a list of messages.")
     completion: str = option("completion", "What is learned: a text or a list of messages.")
-    chosen: str = option("chosen", "Preferences: the better answer, a text or a list of messages.")
+    chosen: str = option("chosen", "Preferences: the better answer, a text, a list of messages or token ids.")
     rejected: str = option("rejected", "Preferences: the other one.")
+    completions: str = option("completions", "Rollouts: what was sampled for the prompt, a list of such answers.")
+    rewards: str = option("rewards", "Rollouts: a number for each completion.")
+    advantages: str = option("advantages", "Rollouts: the same, where a reward is compared with others already.")
+    logprobs: str = option(
+        "logprobs", "Rollouts: of each completion, the log-probabilities of its tokens when sampled."
+    )
     input_ids: str = option("input_ids", "Token ids, for data that is tokenised already.")
     labels: str = option("labels", "Of token ids: -100 where not supervised.")
     attention_mask: str = option("attention_mask", "Of token ids: must have no zeros.")
@@ -150,8 +156,8 @@ class Source:
     kind: str | None = option(
         None,
         "What a record is; null = told by its columns. chat: messages; sharegpt: conversations; alpaca: instruction, output; "
-        "completion: prompt, completion; preference: chosen, rejected; tokens: input_ids.",
-        choices=("text", "chat", "sharegpt", "alpaca", "completion", "preference", "tokens"),
+        "completion: prompt, completion; preference: chosen, rejected; rollout: prompt, completions; tokens: input_ids.",
+        choices=("text", "chat", "sharegpt", "alpaca", "completion", "preference", "rollout", "tokens"),
     )
     split: str | None = option(
         None, "Of a dataset, or of the files of one on the Hub: the split; null = train, where there is one."
@@ -159,7 +165,7 @@ class Source:
     columns: Columns = field(default_factory=Columns)
     chat: bool = option(False, "The same as kind: chat.")
     use: str | None = option(
-        None, "Of preferences: chosen = learn from the chosen answers only; without it they are refused.", choices=("chosen",)
+        None, "Of preferences: chosen = plain training on the chosen answers; null = both, for objective: dpo.", choices=("chosen",)
     )  # fmt: skip
     chat_template: str | None = option(None, "What data.chat_template is, for this source; null = that one.", path=True)
     validation: int | float | None = option(
@@ -314,6 +320,52 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is learned (ithaca docs preferences). A plain word stands for {kind: word}. sft: tokens are predicted. dpo: of two
+    answers the chosen one becomes likelier than the other, compared with a reference. policy: of completions that were sampled and
+    judged, the better ones become likelier."""
+
+    SHORT: ClassVar[str] = "kind"
+
+    kind: str = option("sft", "sft, dpo (preferences) or policy (rollouts).", choices=("sft", "dpo", "policy"))
+    loss: str | None = option(
+        None,
+        "dpo: sigmoid, robust, hinge, ipo; null = sigmoid. policy: grpo, bnpo, dr_grpo, dapo; null = grpo.",
+        choices=("sigmoid", "robust", "hinge", "ipo", "grpo", "bnpo", "dr_grpo", "dapo"),
+    )
+    reference: str | None = option(
+        None,
+        "What the model is compared with: adapters (itself without them, computed in every step), start (its weights before the "
+        "first step, which score all data once), or a folder that `ithaca score` wrote. null = adapters where there are any, else "
+        "start. policy has one only where kl is above 0.",
+        path=True,
+    )
+    beta: float = option(0.1, "dpo: how much a log-ratio counts; the smaller, the further from the reference.", above=0)
+    label_smoothing: float = option(0.0, "dpo: share of pairs that are the wrong way round.", least=0, below=0.5)
+    by_length: bool = option(False, "dpo: log-ratios a token, so that a long answer weighs no more than a short one.")
+    clip_low: float = option(0.2, "policy: a ratio below 1 - this has no more to win.", least=0, most=1)
+    clip_high: float = option(0.2, "policy: nor one above 1 + this.", least=0)
+    kl: float = option(0.0, "policy: weight of the divergence from the reference; 0 = no reference.", least=0)
+    unbiased_kl: bool = option(
+        True, "policy: the divergence times the ratio, whose gradient is that of the divergence."
+    )
+    normalise: str = option(
+        "group", "policy: what rewards less their mean are divided by: the spread of their group, of the step, or nothing.",
+        choices=("group", "batch", "none"),
+    )  # fmt: skip
+    longest: int | None = option(
+        None, "policy with dr_grpo: the tokens a completion may have at most, which its loss is divided by.", least=1
+    )
+    temperature: float = option(1.0, "policy: that completions were sampled with.", above=0)
+
+    def reference_of(self, lora: bool) -> str | None:
+        """What is compared with; None = nothing is."""
+        if self.kind == "sft" or (self.kind == "policy" and self.kl == 0):
+            return None
+        return self.reference or ("adapters" if lora else "start")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When the state of a run is written down. The end of a run always is."""
 
@@ -459,6 +511,7 @@ class Config:
     data: Data
     stack: StackOptions = field(default_factory=StackOptions)
     train: Train
+    objective: Objective = field(default_factory=Objective)
     phases: tuple[Phase, ...] = option(
         (), "A length curriculum: contexts one after the other. data.context and train.steps then follow from it."
     )

@@ -7,17 +7,65 @@ row plan. The result is the same batch, field by field.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
-from ..engine.batch import Batch
+from ..engine.batch import Batch, Units
 from ..engine.mesh import Mesh
 from ..engine.objective.cross_entropy import IGNORE
 from ..engine.sequence import Layout
 from ..stack import Stack
-from .rows import RowSource, positions_of
+from .rows import RowSource, UnitSource, positions_of
+
+Scores = Callable[[int, int], np.ndarray]  # of a range of a packed folder's tokens
+
+
+def batch_of_units(
+    rows: UnitSource, indices: Sequence[int], mesh: Mesh, stack: Stack, vocabulary: int, reference: Scores | None = None
+) -> Batch:
+    """The same with what objectives ask of units. reference: log-probabilities that a reference gave the tokens."""
+    batch = batch_from_rows(rows, indices, mesh, stack, vocabulary)
+    found = [rows.units(index) for index in indices]
+    starts = np.cumsum([0, *batch.documents_of_rows])
+    sizes = [count for units in found for count in units.counts]
+    documents = [np.arange(start, start + len(units.parts)) for start, units in zip(starts, found, strict=False)]
+    columns = [np.concatenate(each) for each in zip(*((u.parts, u.lengths, u.values) for u in found), strict=True)]
+    batch.units = Units(
+        torch.from_numpy(np.concatenate(documents)), torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
+        *map(torch.from_numpy, columns),
+    )  # fmt: skip
+    per_group = len(found) // mesh.data.size
+    own = indices[mesh.data.rank * per_group : (mesh.data.rank + 1) * per_group]
+    held = list(held_ranges(batch.layout, mesh.ring.rank, mesh.ulysses.rank))
+
+    def numbers(read: Callable[[int, int, int], np.ndarray | None]) -> torch.Tensor | None:
+        """Of this rank's labels; None where a row has none."""
+        each = [
+            _numbers(lambda start, stop, index=index: read(index, start, stop), held, rows.context) for index in own
+        ]
+        known = [values for values in each if values is not None]
+        return torch.from_numpy(np.stack(known)).to(mesh.device) if len(known) == len(each) else None
+
+    batch.old = numbers(rows.old)
+    if reference is not None:
+        batch.reference = numbers(lambda index, start, stop: rows.numbers(index, start, stop, reference))
+    return batch
+
+
+def _numbers(
+    read: Callable[[int, int], np.ndarray | None], held: Sequence[tuple[int, int]], length: int
+) -> np.ndarray | None:
+    """Of the labels of the tokens that a rank holds; 0 behind the end of the row."""
+    parts = []
+    for start, stop in held:
+        end = max(start, min(stop, length))
+        found = read(start, end) if end > start else np.zeros(0, np.float32)
+        if found is None:
+            return None
+        parts += [found, np.zeros(stop - end, np.float32)]
+    return np.concatenate(parts)
 
 
 def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: Stack, vocabulary: int) -> Batch:

@@ -7,15 +7,19 @@
     documents.bin         int64, documents + 1: where each document starts, counted over all shards
     supervised.bin        int64, documents: supervised tokens of each; only where there is a mask
     hashes.bin            64 bits, documents: a hash of the token ids of each
+    units.bin             int64, documents + 1: where the parts of each document start; only where there are units
+    parts.bin             of each part its length, its supervised tokens (int64) and its reward or advantage (float64, NaN: none)
+    old-00000.bin …       float32, tokens: log-probabilities of whoever sampled them; only for shards that have them
     tokenizer/            the tokenizer that was used
     rows/                 which documents share a row, made on demand (plan.py)
 
-A document lies in one shard. The documents of a source lie side by side, so one folder can hold several sources and be
-read with any weights. The index is memory-mapped. Tokens are read with `pread`, not mapped: a rank wants a few long
+A unit is a record of several documents that stay together (source.py). Here it is one document, which is never cut, and its parts
+say where it comes apart. A document lies in one shard. The documents of a source lie side by side, so one folder can hold several
+sources and be read with any weights. The index is memory-mapped. Tokens are read with `pread`, not mapped: a rank wants a few long
 exact ranges, and gets exactly those bytes (a page fault brings its neighbours too), nothing stays in the process's
 memory, and a disk that fails is an exception with a file name instead of SIGBUS.
 
-"Supervised" means: somebody predicts this token. The first token of a document never counts.
+"Supervised" means: somebody predicts this token. The first token of a document, or of a part, never counts.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from ..base.files import inside, sha256_of
-from .manifest import BLOCK, INDEX, read_manifest
+from .manifest import BLOCK, INDEX, OLD, PART, read_manifest
 from .stamps import stamp
 
 _OPEN = 64  # token files kept open
@@ -65,7 +69,11 @@ class Packed:
         hashed = "hashes.bin" in self.manifest["files"]
         self._hashes = np.memmap(self.folder / "hashes.bin", np.dtype("<u8"), "r") if hashed else None
         self._sums: dict[int, np.ndarray] = {}
+        units = self.manifest["parts"] is not None
+        self._units = np.memmap(self.folder / "units.bin", INDEX, "r") if units else None
+        self.every_part: np.ndarray | None = np.memmap(self.folder / "parts.bin", PART, "r") if units else None
         self._check_index()
+        self._check_parts()
 
     @property
     def identity(self) -> str:
@@ -76,6 +84,17 @@ class Packed:
     def masked(self) -> bool:
         """Is there a token that is not supervised?"""
         return self._supervised is not None
+
+    def has_units(self, source: int | None = None) -> bool:
+        """Does a source, or any of them, hold units?"""
+        sources = self.manifest["sources"]
+        return any(each["units"] for each in (sources if source is None else [sources[source]]))
+
+    def parts(self, document: int) -> tuple[int, np.ndarray]:
+        """The parts of a document, and the number of the first of them among all."""
+        assert self._units is not None and self.every_part is not None
+        first, stop = (int(at) for at in self._units[document : document + 2])
+        return first, self.every_part[first:stop]
 
     def lengths(self, source: int | None = None) -> np.ndarray:
         """Tokens of every document, or of those of one source."""
@@ -116,6 +135,12 @@ class Packed:
         """Which of the tokens start … stop are supervised; None = all."""
         shard, start, stop = self._within(start, stop)
         return None if self._shards[shard]["mask"] is None else self._bits(shard, start, stop)
+
+    def old(self, start: int, stop: int) -> np.ndarray | None:
+        """Log-probabilities of the tokens start … stop by whoever sampled them, 0 where they are not supervised; None = unknown."""
+        shard, start, stop = self._within(start, stop)
+        name, size = self._shards[shard]["old"], OLD.itemsize
+        return None if name is None else np.frombuffer(self._bytes(name, start * size, stop * size), OLD)
 
     def count(self, start: int, stop: int) -> int:
         """How many of the tokens start … stop are supervised, without reading more than two blocks of their mask."""
@@ -210,6 +235,22 @@ class Packed:
                     )
         before = np.cumsum([0, *(shard["documents"] for shard in self._shards)])
         if (self.offsets[before] != self._first).any():
+            raise wrong
+
+    def _check_parts(self) -> None:
+        """Are the parts of a document as long as it is?"""
+        if self._units is None or self.every_part is None:
+            return
+        starts, parts = self._units, self.every_part
+        wrong = ValueError(f"{self.folder}: units.bin, parts.bin and documents.bin do not agree; pack the data again")
+        if starts[0] != 0 or int(starts[-1]) != len(parts) or (np.diff(starts) < 1).any():
+            raise wrong
+        lengths, learn = parts["length"], parts["supervised"]
+        if (lengths < 2).any() or (learn < 1).any() or (learn >= lengths).any():
+            raise wrong
+        if (np.add.reduceat(lengths, starts[:-1]) != self.lengths()).any():
+            raise wrong
+        if (np.add.reduceat(learn, starts[:-1]) != self.supervised()).any():
             raise wrong
 
     def verify(

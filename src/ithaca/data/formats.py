@@ -1,8 +1,7 @@
-"""Records as people have them, read into one of three things: a text, a prompt with its completion, or a chat.
+"""Records as people have them, read into one of a few things: a text, a prompt with its completion, a chat, or several of these.
 
 ShareGPT, Alpaca and lists of messages all say the same, who said what, in other words. Here they become messages of `role` and
-`content`, which a chat template renders (chat.py). Of two answers the chosen one is read; the other is looked at only to see
-where they part.
+`content`, which a chat template renders (chat.py). Preferences are two of them, rollouts as many as there are completions.
 
 What is wrong with a record is said with its column, the place in it, and what was expected; work.py adds file and line.
 """
@@ -10,9 +9,10 @@ What is wrong with a record is said with its column, the place in it, and what w
 from __future__ import annotations
 
 import json
+from math import isfinite
 from typing import Any, NamedTuple
 
-from .source import Source, did_you_mean
+from .source import VALUES, Source, did_you_mean
 
 Messages = list[dict[str, Any]]
 
@@ -57,7 +57,24 @@ class Chat(NamedTuple):
         )
 
 
-Example = str | Pair | Chat
+class Ids(NamedTuple):
+    """A prompt and its completion as token ids."""
+
+    prompt: list[int]
+    completion: list[int]
+
+
+class Rollouts(NamedTuple):
+    """Completions of one prompt, each with how it was judged."""
+
+    examples: list[Pair | Chat | Ids]
+    what: str  # of VALUES
+    values: list[float]
+    logprobs: list[list[float]] | None  # of the tokens of each completion, by whoever sampled it
+
+
+Answered = Pair | Chat | Ids
+Example = str | Answered
 
 
 def read_example(record: dict[str, Any], kind: str, source: Source, *, template: bool) -> Example:
@@ -67,7 +84,7 @@ def read_example(record: dict[str, Any], kind: str, source: Source, *, template:
     if kind == "alpaca":
         return _alpaca(record, source, template)
     if kind == "completion":
-        return _answered(record, source, "completion", get(record, source, "prompt"))
+        return _answered(record, source, "completion", get(record, source, "completion"), get(record, source, "prompt"))
     if kind == "preference":
         return read_preference(record, source)[0]
     assert kind in ("chat", "sharegpt")
@@ -81,7 +98,7 @@ def read_example(record: dict[str, Any], kind: str, source: Source, *, template:
     return _chat(messages, source.column(column), record, source)
 
 
-def read_preference(record: dict[str, Any], source: Source) -> tuple[Pair | Chat, Pair | Chat]:
+def read_preference(record: dict[str, Any], source: Source) -> tuple[Answered, Answered]:
     """The chosen and the rejected answer, each with what it answers."""
     names = [source.column(name) for name in ("prompt", "chosen", "rejected")]
     prompt, chosen, rejected = record.get(names[0]), *(get(record, source, name) for name in ("chosen", "rejected"))
@@ -90,14 +107,15 @@ def read_preference(record: dict[str, Any], source: Source) -> tuple[Pair | Chat
             f"the column {names[1]!r} is {_what(chosen)} and {names[2]!r} is {_what(rejected)}; expected two texts or two lists of "
             "messages"
         )
-    if not isinstance(chosen, list) or isinstance(prompt, list):
+    if not isinstance(chosen, list) or isinstance(prompt, list) or _is_ids(chosen):
         if prompt is None:
             raise ValueError(
                 f"there is no {names[0]!r}, so where the answers begin is not known; expected that column, or lists of messages in "
                 f"{names[1]!r} and {names[2]!r}. To learn the chosen texts as a whole: kind: text, columns: {{text: {names[1]}}}"
             )
-        chosen_answer, rejected_answer = (_answered(record, source, name, prompt) for name in ("chosen", "rejected"))
-        return chosen_answer, rejected_answer
+        return _answered(record, source, "chosen", chosen, prompt), _answered(
+            record, source, "rejected", rejected, prompt
+        )
     for name, answer in zip(names[1:], (chosen, rejected), strict=True):
         check_messages(answer, name)
     most = min(len(chosen), len(rejected)) - 1
@@ -118,16 +136,77 @@ def read_preference(record: dict[str, Any], source: Source) -> tuple[Pair | Chat
     return first, second
 
 
-def _answered(record: dict[str, Any], source: Source, name: str, prompt: Any) -> Pair | Chat:
-    """A prompt and what follows: two texts, or two lists of messages."""
-    column, asked, answer = source.column(name), source.column("prompt"), get(record, source, name)
+def read_rollouts(record: dict[str, Any], source: Source) -> Rollouts:
+    """Completions of one prompt, with rewards or advantages, and log-probabilities where there are any."""
+    column = source.column("completions")
+    prompt, answers = get(record, source, "prompt"), get(record, source, "completions")
+    if not isinstance(answers, list) or not answers:
+        what = "empty" if answers == [] else _what(answers)
+        raise ValueError(f"the column {column!r} is {what}; expected a list of completions of the prompt")
+    given = [name for name in VALUES if record.get(source.column(name)) is not None]
+    if len(given) != 1:
+        one, other = (repr(source.column(name)) for name in VALUES)
+        said = f"both {one} and {other} are given" if given else f"neither {one} nor {other} is given"
+        raise ValueError(f"{said}; expected one of them: a number for each completion")
+    values = record[source.column(given[0])]
+    _check_numbers(values, source.column(given[0]), len(answers), f"the {len(answers)} completions")
+    examples = [_answered(record, source, "completions", answer, prompt, at) for at, answer in enumerate(answers)]
+    where, logprobs = source.column("logprobs"), record.get(source.column("logprobs"))
+    if logprobs is not None:
+        if not isinstance(logprobs, list) or len(logprobs) != len(answers):
+            found = f"{len(logprobs)} lists" if isinstance(logprobs, list) else _what(logprobs)
+            raise ValueError(
+                f"the column {where!r} is {found}; expected a list for each of the {len(answers)} completions"
+            )
+        for at, numbers in enumerate(logprobs):
+            _check_numbers(numbers, f"{where}[{at}]", None, "the tokens of a completion")
+            wrong = next((number for number in numbers if number > 0), None)
+            if wrong is not None:
+                raise ValueError(f"{where}[{at}] has {wrong}; a log-probability is at most 0")
+    return Rollouts(examples, given[0], [float(value) for value in values], logprobs)
+
+
+def _check_numbers(values: Any, column: str, count: int | None, of: str) -> None:
+    if not isinstance(values, list) or (count is not None and len(values) != count):
+        found = f"{len(values)} numbers" if isinstance(values, list) else _what(values)
+        raise ValueError(f"{column} is {found}; expected a list of numbers, one for each of {of}")
+    for at, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+            raise ValueError(f"{column}[{at}] is {short(value)}; expected a finite number")
+
+
+def is_empty(example: Answered) -> bool:
+    """Whether nothing was answered."""
+    if isinstance(example, Chat):
+        said = [
+            m
+            for m, learned in zip(example.messages, example.learned, strict=True)
+            if learned and m["role"] == "assistant"
+        ]
+        return not any(message.get("content") or message.get("tool_calls") for message in said)
+    return len(example.completion) == 0
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _answered(
+    record: dict[str, Any], source: Source, name: str, answer: Any, prompt: Any, at: int | None = None
+) -> Answered:
+    """A prompt and what follows: two texts, two lists of messages, or token ids. at: of which completion."""
+    column, asked = source.column(name) + ("" if at is None else f"[{at}]"), source.column("prompt")
     if isinstance(prompt, str) and isinstance(answer, str):
         return Pair(prompt, answer)
+    if name != "completion" and isinstance(prompt, list) and _is_ids(prompt) and (answer == [] or _is_ids(answer)):
+        return Ids(prompt, answer)
     if not (isinstance(prompt, list) and isinstance(answer, list)):
         raise ValueError(
             f"the column {asked!r} is {_what(prompt)} and {column!r} is {_what(answer)}; expected two texts, or two lists of "
             "messages"
         )
+    if at is not None and answer == []:
+        return Chat(prompt, _tools(record, source), [False] * len(prompt))  # which is_empty
     for each, messages in ((asked, prompt), (column, answer)):
         check_messages(messages, each)
     if answer[: len(prompt)] == prompt:  # the whole conversation, as some write it

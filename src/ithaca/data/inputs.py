@@ -14,7 +14,7 @@ from ..base.files import sha256_of
 from .find import Files, check_steady, find_files
 from .manifest import read_manifest
 from .readers import dataset_parts, first_columns, split_parts
-from .source import TEMPLATED, Part, Source, check_use, is_dataset, tell_kind
+from .source import TEMPLATED, Part, Source, check_use, has_units, is_dataset, tell_kind
 from .stamps import changed, stamp
 from .templates import check_markers, template_text
 from .tokenizer import differing, own_template
@@ -30,6 +30,10 @@ class Input:
     parts: list[Part]
     files: Files
     dataset: str | None  # its fingerprint, if it is one
+
+    @property
+    def units(self) -> bool:
+        return has_units(self.kind, self.source.use)
 
     @property
     def recorded(self) -> list[tuple[str, Path]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .arrays import read_arrays
 from .chat import Spans
-from .formats import Chat, Example, Pair, read_example, read_preference
+from .formats import Chat, Example, Ids, Pair, read_example, read_preference, read_rollouts
 from .inputs import look_at, with_template
 from .readers import read_records, read_text
 from .render import Encoders, columns_of, given_tokens, render_text
@@ -81,6 +81,11 @@ def _parts(values: dict[str, Any], kind: str, source: Source, encoders: Encoders
     if kind == "preference":
         chosen, rejected = read_preference(values, source)
         return [*_said(chosen, "chosen"), *(part for part in _said(rejected, "rejected") if part["supervised"])]
+    if kind == "rollout":
+        found = read_rollouts(values, source)
+        judged = [f"{found.what[:-1]} {value:g}" for value in found.values]
+        said = [_said(each, f"completion, {words}") for each, words in zip(found.examples, judged, strict=True)]
+        return [*said[0], *(part for parts in said[1:] for part in parts if part["supervised"])]
     if encoders is None:
         return _said(read_example(values, kind, source, template=True), None)
     text, spans, _, _ = render_text(values, kind, source, encoders)
@@ -88,11 +93,14 @@ def _parts(values: dict[str, Any], kind: str, source: Source, encoders: Encoders
 
 
 def _said(example: Example, answer: str | None) -> list[dict[str, Any]]:
-    """Who says what. answer: what to call the learned part of a preference."""
+    """Who says what. answer: what to call the learned part of a unit."""
     if isinstance(example, str):
         return [_part("text", example, True)]
     if isinstance(example, Pair):
         return [_part("prompt", example.prompt, False), _part(answer or "completion", example.completion, True)]
+    if isinstance(example, Ids):
+        prompt, completion = (" ".join(map(str, ids))[:_SHOWN] for ids in example)
+        return [_part("prompt", prompt, False), _part(answer or "completion", completion, True)]
     assert isinstance(example, Chat)
     parts = []
     for message, wanted in zip(example.messages, example.learned, strict=True):

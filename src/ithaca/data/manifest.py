@@ -16,13 +16,21 @@ from typing import Any
 import numpy as np
 
 from ..base.files import inside, read_json
-from .source import KINDS, USES
+from .source import KINDS, USES, VALUES
 
 FORMAT, VERSION = "ithaca packed", 1
 BLOCK = 4096  # tokens between two entries of sums-*.bin
 INDEX = np.dtype("<i8")
+PART = np.dtype([("length", "<i8"), ("supervised", "<i8"), ("value", "<f8")])  # of a unit; value: NaN where it has none
+OLD = np.dtype("<f4")  # log-probabilities of whoever sampled a completion
 LIMIT = 256 << 20  # bytes of a manifest
-DROPPED = {"empty": "empty", "too_short": "of fewer than 2 tokens", "unsupervised": "without a supervised token"}
+DROPPED = {
+    "empty": "empty",
+    "too_short": "of fewer than 2 tokens",
+    "unsupervised": "without a supervised token",
+    "same": "pairs without a difference",
+    "no_answer": "with an empty answer or completion",
+}
 SPECIAL = ("text", "parse")  # what the text of a special token is in a document
 _MOST = 1 << 62
 
@@ -82,6 +90,13 @@ def _fill_in(manifest: dict[str, Any]) -> None:
             source["chat_template"] = template or None if chats else None
         source.setdefault("use", None)
         source.setdefault("marked_by", None)
+        for name, default in (("units", False), ("values", None), ("equal", 0)):
+            source.setdefault(name, default)
+    manifest.setdefault("parts", None)
+    shards = manifest.get("shards")
+    for shard in shards if isinstance(shards, list) else ():
+        if isinstance(shard, dict):
+            shard.setdefault("old", None)
 
 
 # What a value must be, each in words and as a test.
@@ -139,13 +154,21 @@ _SOURCE = {
     "use": _or_null(lambda value: value in USES),
     "chat_template": _or_null(_text),
     "marked_by": _or_null(_text),
+    "units": lambda value: isinstance(value, bool),
+    "values": _or_null(lambda value: value in VALUES),
+    "equal": _count,
     "chats": _count,
     "dataset": _or_null(_text),
     "files": _list(_record(_FILE)),
     "left_out": _dict(_list(_text)),
     "range": lambda value: _list(_count)(value) and len(value) == 2,
 }
-_SHARD = {"file": _text, "mask": _or_null(_text), "sums": _or_null(_text), "tokens": _count, "documents": _count}
+_SHARD = {
+    "file": _text,
+    **dict.fromkeys(("mask", "sums", "old"), _or_null(_text)),
+    "tokens": _count,
+    "documents": _count,
+}
 _FIELDS = {
     **_COUNTS,
     "content": _digest,
@@ -154,6 +177,7 @@ _FIELDS = {
     "largest_token": _count,
     "settings": _record(_SETTINGS),
     "tokenizer": _or_null(_record(_TOKENIZER)),
+    "parts": _or_null(_count),
     "sources": _list(_record(_SOURCE)),
     "shards": _list(_record(_SHARD)),
     "files": _dict(_record({"bytes": _count, "sha256": _digest})),
@@ -168,7 +192,8 @@ def _wrong(manifest: dict[str, Any], folder: Path) -> Iterator[str]:
         elif not test(manifest[name]):
             yield f"{name!r} is not what a packed folder has there"
     files, shards, sources = manifest["files"], manifest["shards"], manifest["sources"]
-    for name in [*files, *(name for shard in shards for name in (shard["file"], shard["mask"], shard["sums"]) if name)]:
+    named = (shard[name] for shard in shards for name in ("file", "mask", "sums", "old") if shard[name])
+    for name in [*files, *named]:
         try:
             inside(folder, name)
         except ValueError as error:
@@ -185,6 +210,8 @@ def _wrong(manifest: dict[str, Any], folder: Path) -> Iterator[str]:
         if source["range"] != [at, at + source["documents"]] or not source["documents"]:
             yield f"the documents of source {source['name'][:100]!r} are not those behind the source before"
         at += source["documents"]
+    if any(source["units"] for source in sources) != (manifest["parts"] is not None):
+        yield "its parts belong to no unit, or its units have no parts"
     if manifest["dtype"] != token_dtype(manifest["vocabulary"]).str:
         yield f"tokens of a vocabulary of {manifest['vocabulary']:,} are not of type {manifest['dtype'][:50]!r}"
     if manifest["largest_token"] >= manifest["vocabulary"]:
@@ -201,6 +228,9 @@ def _wrong_sizes(manifest: dict[str, Any]) -> Iterator[str]:
     sizes = {"documents.bin": (manifest["documents"] + 1) * INDEX.itemsize}
     if "hashes.bin" in files:  # older folders have none
         sizes["hashes.bin"] = manifest["documents"] * INDEX.itemsize
+    if manifest["parts"] is not None:
+        sizes["units.bin"] = (manifest["documents"] + 1) * INDEX.itemsize
+        sizes["parts.bin"] = manifest["parts"] * PART.itemsize
     for shard in manifest["shards"]:
         tokens = shard["tokens"]
         wanted = [(shard["file"], tokens * size)]
@@ -209,6 +239,8 @@ def _wrong_sizes(manifest: dict[str, Any]) -> Iterator[str]:
         if shard["mask"] and shard["sums"]:
             wanted += [(shard["mask"], -(-tokens // 8)), (shard["sums"], (tokens // BLOCK + 1) * INDEX.itemsize)]
             sizes["supervised.bin"] = manifest["documents"] * INDEX.itemsize
+        if shard["old"]:
+            wanted.append((shard["old"], tokens * OLD.itemsize))
         for name, least in wanted:
             if name in sizes:
                 yield f"the file {name[:100]!r} is named twice"

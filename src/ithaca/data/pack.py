@@ -29,7 +29,7 @@ from .fetch import fetch_source
 from .find import left_out_words
 from .folder import Packed
 from .inputs import Input, check_unchanged, differences, understand, with_template
-from .manifest import FORMAT, INDEX, LIMIT, SPECIAL, VERSION, content_of, token_dtype
+from .manifest import FORMAT, INDEX, LIMIT, PART, SPECIAL, VERSION, content_of, token_dtype
 from .progress import Progress
 from .publish import publish
 from .source import Source
@@ -136,7 +136,7 @@ def _vocabulary(inputs: list[Input], parts: TokenizerParts | None, asked: int | 
     if asked is not None and asked < 2:
         raise ValueError(f"vocabulary={asked} must be at least 2")
     if parts is None:
-        text = [entry for entry in inputs if entry.kind != "tokens"]
+        text = [entry for entry in inputs if entry.kind != "tokens" and not entry.units]  # units may be ids: read_unit
         if text:
             raise ValueError(
                 f"source {text[0].source.path} holds {text[0].kind}, so a tokenizer is needed; give its folder"
@@ -177,7 +177,7 @@ def _write(
         raise
     check_unchanged(inputs)
     done, hashes = results[: len(parts)], dict(zip(files, results[len(parts) :], strict=True))
-    index = _write_index(into, done)
+    index, count = _write_index(into, done)
     sources, first = [], 0
     for number, entry in enumerate(inputs):
         source_results = [result for part, result in zip(parts, done, strict=True) if part.source == number]
@@ -185,6 +185,7 @@ def _write(
         if described["documents"] == 0:
             why = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in described["dropped"].items())
             raise ValueError(f"no document is left of source {entry.source.path}: {why or 'there is no record in it'}")
+        _check_judged(entry, described, source_results)
         described["range"] = [first, first + described["documents"]]
         first += described["documents"]
         sources.append(described)
@@ -213,34 +214,81 @@ def _write(
         "tokenizer": about,
         "sources": sources,
         "shards": [
-            {name: result[name] for name in ("file", "mask", "sums", "tokens", "documents")} for result in shards
+            {name: result[name] for name in ("file", "mask", "sums", "old", "tokens", "documents")} for result in shards
         ],
+        "parts": count,
         "files": {name: {"bytes": (into / name).stat().st_size, "sha256": digest} for name, digest in every.items()},
     }
     (into / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _write_index(into: Path, done: list[dict[str, Any]]) -> dict[str, str]:
-    """documents.bin, hashes.bin and, where some token is not supervised, supervised.bin, from what the workers left."""
+def _check_judged(entry: Input, described: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """ValueError if completions are judged in two ways, or in none that tells them apart."""
+    filled = [result for result in results if result["documents"]]
+    if len({result["values"] for result in filled}) > 1:
+        raise ValueError(
+            f"source {entry.source.path} has rewards in some records and advantages in others; give one of them"
+        )
+    if len({result["old"] is None for result in filled}) > 1:
+        raise ValueError(
+            f"source {entry.source.path} has log-probabilities in some records and none in others; give them in all or in none"
+        )
+    if described["values"] and described["equal"] == described["documents"]:
+        what = "all rewards of each prompt are equal" if described["values"] == "rewards" else "all advantages are 0"
+        raise ValueError(
+            f"source {entry.source.path}: {what}, so there is nothing to learn; judge its completions otherwise"
+        )
+
+
+def _write_index(into: Path, done: list[dict[str, Any]]) -> tuple[dict[str, str], int | None]:
+    """documents.bin, hashes.bin, where some token is not supervised supervised.bin, and where there are units units.bin and
+    parts.bin, from what the workers left. -> their SHA-256, and how many parts there are"""
     masked = any(result["mask"] for result in done)
-    position = 0
+    units = any(into.glob("units-*.part"))
+    position = part = 0
     with (
         open(into / "documents.bin", "wb") as offsets,
         open(into / "supervised.bin", "wb") as counts,
         open(into / "hashes.bin", "wb") as hashes,
+        open(into / "units.bin", "wb") as starts,
+        open(into / "parts.bin", "wb") as parts,
     ):
         offsets.write(np.zeros(1, INDEX).tobytes())
+        starts.write(np.zeros(1, INDEX).tobytes())
         for path in sorted(into.glob("lengths-*.part")):
             lengths, learn, digests = np.fromfile(path, INDEX).reshape(-1, 3).T
             offsets.write((position + np.cumsum(lengths)).astype(INDEX).tobytes())
             counts.write(learn.tobytes() if masked else b"")
             hashes.write(digests.tobytes())
             position += int(lengths.sum())
+            if units:
+                found, each = _parts_of(path.with_name(path.name.replace("lengths", "units")), lengths, learn)
+                starts.write((part + np.cumsum(each)).astype(INDEX).tobytes())
+                parts.write(found.tobytes())
+                part += len(found)
             path.unlink()
-    if not masked:
-        (into / "supervised.bin").unlink()
-    names = ["documents.bin", "hashes.bin", *(["supervised.bin"] if masked else [])]
-    return {name: sha256_of(into / name) for name in names}
+    names = {
+        "documents.bin": True, "hashes.bin": True, "supervised.bin": masked, "units.bin": units, "parts.bin": units
+    }  # fmt: skip
+    for name in (name for name, kept in names.items() if not kept):
+        (into / name).unlink()
+    return {name: sha256_of(into / name) for name, kept in names.items() if kept}, part if units else None
+
+
+def _parts_of(path: Path, lengths: np.ndarray, learn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The parts of the documents of a shard, and how many each has; a document that is no unit is one part."""
+    if not path.exists():
+        parts = np.zeros(len(lengths), PART)
+        parts["length"], parts["supervised"], parts["value"] = lengths, learn, np.nan
+        return parts, np.ones(len(lengths), np.int64)
+    raw, at, found, each = path.read_bytes(), 0, [], []
+    while at < len(raw):  # of each document: how many parts, then these
+        count = int(np.frombuffer(raw, INDEX, 1, at)[0])
+        found.append(np.frombuffer(raw, PART, count, at + INDEX.itemsize))
+        each.append(count)
+        at += INDEX.itemsize + count * PART.itemsize
+    path.unlink()
+    return np.concatenate([np.zeros(0, PART), *found]), np.array(each, np.int64)
 
 
 def _describe(entry: Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:
@@ -252,7 +300,12 @@ def _describe(entry: Input, results: list[dict[str, Any]], hashes: dict[str, str
         "use": entry.source.use,
         "chat_template": entry.source.chat_template,
         "marked_by": next((result["marked_by"] for result in results if result["marked_by"]), None),
-        **{name: sum(result[name] for result in results) for name in ("documents", "chats", "tokens", "supervised")},
+        "units": entry.units,
+        "values": next((result["values"] for result in results if result["values"]), None),
+        **{
+            name: sum(result[name] for result in results)
+            for name in ("documents", "chats", "tokens", "supervised", "equal")
+        },
         "dropped": dict(sum((Counter(result["dropped"]) for result in results), Counter())),
     }
     stamps = {path: entry.files.stamps[path] for _, path in entry.recorded}

@@ -11,6 +11,8 @@ Documents longer than the context, by policy:
 - "drop": left out and counted.
 - "error": refused.
 
+A unit (source.py) says something only as a whole: it is never cut, and with "split" left out as with "drop".
+
 A piece in which no token is supervised (the long prompt of a chat, say) would cost time and teach nothing. It is left
 out and counted, so every row has something to learn from.
 
@@ -100,6 +102,12 @@ def make_plan(
         numbers, lengths, supervised = numbers[side], lengths[side], supervised[side]
         name = f"{name}, {'what validation holds out' if split.held_out else 'without what validation holds out'}"
     is_long = lengths > context
+    units = packed.has_units(source)
+    if units and len(lengths) and is_long.all():
+        raise ValueError(
+            f"{name}: all {len(lengths):,} units are longer than the context of {context:,} tokens, and a unit is never cut; the "
+            f"shortest has {int(lengths.min()):,}. Raise the context, or shorten prompts or answers"
+        )
     if long_documents == "error" and is_long.any():
         at = int(np.argmax(lengths))
         raise ValueError(
@@ -107,7 +115,8 @@ def make_plan(
             f"{int(numbers[at]):,} is the longest with {int(lengths[at]):,}. Raise the context, or choose long_documents: split or "
             "drop"
         )
-    document, start, stop = _cut(lengths, context, split=long_documents == "split")
+    cuts = long_documents == "split" and not units
+    document, start, stop = _cut(lengths, context, split=cuts)
     learn = _learnable(packed, numbers, document, start, stop, supervised, lengths)
     document = numbers[document]
     keep = learn > 0
@@ -127,8 +136,8 @@ def make_plan(
     count = int(rows.max()) + 1
     bounds = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=count), out=bounds[1:])
-    cut = long_documents == "split" and bool(is_long.any())
-    dropped = lengths[is_long] if long_documents == "drop" else lengths[:0]
+    cut = cuts and bool(is_long.any())
+    dropped = lengths[:0] if cuts else lengths[is_long]
     counts = Counts(
         documents=len(lengths),
         tokens=int(lengths.sum()),
@@ -244,6 +253,8 @@ def _check(plan: RowPlan, packed: Packed, source: int | None, split: Split | Non
         raise ValueError("it has pieces of documents of the other side of the split")
     if (start < 0).any() or (start >= stop).any() or (stop > lengths[document - first]).any():
         raise ValueError("it has pieces that do not lie in their documents")
+    if packed.has_units(source) and ((start > 0) | (stop < lengths[document - first])).any():
+        raise ValueError("it has pieces of units")
     sizes = np.add.reduceat(stop - start, bounds[:-1])
     if (sizes > plan.context).any() or (supervised < 1).any() or (supervised >= plan.context).any():
         raise ValueError("it has rows that are too long, or have too much or nothing to learn from")

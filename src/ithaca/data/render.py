@@ -12,7 +12,18 @@ import numpy as np
 from .chat import Spans, is_marked, learned_spans, render_chat, up_to_end
 from .chat_template import render as render_template
 from .encode import Encoder
-from .formats import Chat, Pair, get, read_example, short
+from .formats import (
+    Answered,
+    Chat,
+    Ids,
+    Pair,
+    get,
+    is_empty,
+    read_example,
+    read_preference,
+    read_rollouts,
+    short,
+)
 from .quotes import Quotes, QuotingEncoder, Render
 from .source import OPTIONAL, Source
 from .templates import shipped, twin_of
@@ -77,8 +88,16 @@ class Rendered(NamedTuple):
 
 def render_text(record: dict[str, Any], kind: str, source: Source, encoders: Encoders) -> Rendered:
     """The text of a record, and how it is to be encoded."""
+    example = read_example(record, kind, source, template=encoders.template(source) is not None)
+    if isinstance(example, Ids):
+        raise ValueError(
+            "these are token ids; with use: chosen preferences are texts or messages. Give them as kind: tokens"
+        )
+    return render_example(example, source, encoders)
+
+
+def render_example(example: str | Pair | Chat, source: Source, encoders: Encoders) -> Rendered:
     template = encoders.template(source)
-    example = read_example(record, kind, source, template=template is not None)
     if isinstance(example, str):
         return Rendered(example, None, encoders.plain)
     if isinstance(example, Pair):
@@ -159,6 +178,79 @@ def inside(starts: np.ndarray, spans: Spans) -> np.ndarray:
     ends = np.array([end for _, end in spans], np.int64)
     which = np.searchsorted(begins, starts, side="right") - 1
     return (which >= 0) & (starts < ends[which]) if len(spans) else np.zeros(len(starts), bool)
+
+
+class Unit(NamedTuple):
+    """Documents that stay together: ids and what is supervised of each, and what else is known of them."""
+
+    parts: list[tuple[np.ndarray, np.ndarray]]
+    chats: int  # of the parts, how many a chat template rendered
+    left_out: str | None = None  # a key of manifest.DROPPED: why this teaches nothing
+    what: str | None = None  # of source.VALUES
+    values: list[float] | None = None
+    logprobs: list[np.ndarray] | None = None
+
+
+def read_unit(record: dict[str, Any], kind: str, source: Source, encoders: Encoders | None, eos: bool) -> Unit:
+    """A pair, or completions of one prompt, as tokens."""
+    if kind == "preference":
+        examples, rollouts = list(read_preference(record, source)), None
+    else:
+        rollouts = read_rollouts(record, source)
+        examples = rollouts.examples
+    if any(map(is_empty, examples)):
+        return Unit([], 0, "no_answer")
+    parts, chats = [], 0
+    for at, example in enumerate(examples):
+        ids, seen, chat = _tokens_of(example, source, encoders, eos)
+        if seen[:1].any():
+            raise ValueError(
+                "the prompt has no token, so nothing predicts the first one of what follows; give it a prompt"
+            )
+        if not seen.any():
+            return Unit([], 0, "unsupervised")
+        chats += chat
+        parts.append((ids, seen))
+        if rollouts is not None and rollouts.logprobs is not None and int(seen.sum()) != len(rollouts.logprobs[at]):
+            ends = (
+                "" if isinstance(example, Ids) else ", the end token included (data.eos). Give completions as token ids"
+            )
+            raise ValueError(
+                f"{source.column('logprobs')}[{at}] has {len(rollouts.logprobs[at])} numbers, and its completion has "
+                f"{int(seen.sum())} tokens{ends}"
+            )
+    if rollouts is None:
+        same = all(np.array_equal(one, other) for one, other in zip(*parts, strict=True))
+        return Unit(parts, chats, "same" if same else None)
+    old = rollouts.logprobs
+    return Unit(parts, chats, None, rollouts.what, rollouts.values, None if old is None else list(map(np.array, old)))
+
+
+def _tokens_of(
+    example: Answered, source: Source, encoders: Encoders | None, eos: bool
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Ids, which of them are supervised, and whether a chat template made them."""
+    if isinstance(example, Ids):
+        ids = np.array([*example.prompt, *example.completion], np.int64)
+        return ids, np.arange(len(ids)) >= len(example.prompt), False
+    if encoders is None:
+        raise ValueError("these are texts, so a tokenizer is needed; give its folder, or token ids")
+    text, spans, encoder, chat = render_example(example, source, encoders)
+    check_characters(text)
+    pieces = list(encode_text(text, spans, encoder, eos, chat=chat))
+    ids = np.concatenate([ids for ids, _ in pieces])
+    return ids, np.concatenate([np.ones(len(ids), bool) if seen is None else seen for ids, seen in pieces]), chat
+
+
+def check_characters(text: str) -> None:
+    """JSON can write half a character of UTF-16; no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start:,} is half a surrogate pair (\\u{ord(text[error.start]):04x}), which is no character; "
+            "write the text as UTF-8"
+        ) from None
 
 
 def given_tokens(record: dict[str, Any], source: Source) -> Tokens:

@@ -16,7 +16,10 @@ from .rows import Rows, Stream
 from .split import Split
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-_SHOWN = ("name", "kind", "use", "marked_by", "documents", "chats", "tokens", "supervised", "dropped", "left_out")
+_SHOWN = (
+    "name", "kind", "use", "units", "values", "equal", "marked_by", "documents", "chats", "tokens", "supervised", "dropped",
+    "left_out",
+)  # fmt: skip
 _SAMPLE = 160  # tokens of a document that are shown
 
 
@@ -109,7 +112,10 @@ def sample(packed: Packed, tokenizer: Any | None, count: int = 3) -> list[dict[s
             }
             for supervised, part in _runs(ids, seen)
         ]
-        samples.append({"document": document, "tokens": stop - start, "shown": end - start, "parts": parts})
+        lengths = packed.parts(document)[1]["length"].tolist() if packed.has_units() else [stop - start]
+        samples.append(
+            {"document": document, "tokens": stop - start, "lengths": lengths, "shown": end - start, "parts": parts}
+        )
     return samples
 
 
@@ -136,7 +142,7 @@ def summary(packed: Packed) -> list[str]:
             f"  {source['name']}: {kind_words(source)}, {source['documents']:,} documents, {source['tokens']:,} tokens"
             + (f"; documents left out: {dropped}" if dropped else "")
         )
-        lines += [f"    {line}" for line in marked_words(source)]
+        lines += [f"    {line}" for line in (*marked_words(source), *equal_words(source))]
         lines += [f"    {line}" for line in left_out_words(source["left_out"])]
     if about["special_tokens"] == "parse":
         lines.append("  special tokens that are written in documents are special (special_tokens: parse)")
@@ -144,7 +150,16 @@ def summary(packed: Packed) -> list[str]:
 
 
 def kind_words(source: dict[str, Any]) -> str:
+    if source["units"]:
+        return f"{source['kind']} (pairs)" if source["values"] is None else f"{source['kind']} ({source['values']})"
     return source["kind"] + (f" ({source['use']} only)" if source["use"] else "")
+
+
+def equal_words(source: dict[str, Any]) -> list[str]:
+    if not source["equal"]:
+        return []
+    why = "rewards are all equal" if source["values"] == "rewards" else "advantages are all 0"
+    return [f"{source['equal']:,} of the prompts: the completions' {why}, so there is nothing to learn from them"]
 
 
 def marked_words(source: dict[str, Any]) -> list[str]:

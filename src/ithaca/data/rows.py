@@ -8,11 +8,15 @@ a token.
 Labels are shifted here: the label of a token is the next token of the same piece, or -100 where that one is not
 supervised. So a range reads one token more than it has. Padding is a document of its own behind the others: token 0,
 label -100, positions from 0.
+
+A unit comes apart here: its parts are documents of the row, one behind the other. What objectives ask of them, which belong
+together and how they were judged, is `units`; numbers of tokens (`old`) are read by range, as tokens are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +35,16 @@ class Slice(NamedTuple):
     ids: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
+
+
+class RowUnits(NamedTuple):
+    """The units of a row: how many of its documents each has, in order; and of each document the number of its part in the packed
+    folder, its supervised tokens and its value (manifest.PART)."""
+
+    counts: list[int]
+    parts: np.ndarray
+    lengths: np.ndarray
+    values: np.ndarray
 
 
 class RowSource(Protocol):
@@ -60,6 +74,19 @@ class RowSource(Protocol):
         ...
 
 
+class UnitSource(RowSource, Protocol):
+    """Rows of units."""
+
+    def units(self, row: int) -> RowUnits: ...
+    def old(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Log-probabilities of the labels of tokens start … stop by whoever sampled them; None = not known."""
+        ...
+
+    def numbers(
+        self, row: int, start: int, stop: int, read: Callable[[int, int], np.ndarray | None]
+    ) -> np.ndarray | None: ...
+
+
 class OneDocument:
     """What sources share whose rows are made to order: each is a single document, as long as the context."""
 
@@ -79,8 +106,8 @@ class OneDocument:
 class Rows:
     """The rows of a packed folder, or of one of its sources."""
 
-    def __init__(self, packed: Packed, plan: RowPlan, name: str | None = None):
-        self.packed, self.plan = packed, plan
+    def __init__(self, packed: Packed, plan: RowPlan, name: str | None = None, source: int | None = None):
+        self.packed, self.plan, self.source = packed, plan, source
         self.name = str(packed.folder) if name is None else name
         self.context = plan.context
         self.largest_token = packed.largest_token
@@ -90,7 +117,56 @@ class Rows:
 
     def segments(self, row: int) -> list[tuple[int, int, int]]:
         first, stop = self.plan.bounds[row : row + 2]
-        return [(d, a, b) for d, a, b in self.plan.pieces[first:stop].tolist()]
+        pieces = [(d, a, b) for d, a, b in self.plan.pieces[first:stop].tolist()]
+        return [part for piece in pieces for part in self._parts(piece)] if self.has_units else pieces
+
+    def _parts(self, piece: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
+        document, _, _ = piece
+        ends = np.cumsum(self.packed.parts(document)[1]["length"]).tolist()
+        yield from ((document, start, stop) for start, stop in zip([0, *ends], ends, strict=False))
+
+    @cached_property
+    def has_units(self) -> bool:
+        return self.packed.has_units(self.source)
+
+    def units(self, row: int) -> RowUnits:
+        """What belongs together in a row of units."""
+        first, stop = self.plan.bounds[row : row + 2]
+        found = [self.packed.parts(document) for document in self.plan.pieces[first:stop, 0].tolist()]
+        parts = np.concatenate([part for _, part in found])
+        numbers = np.concatenate([np.arange(at, at + len(part)) for at, part in found])
+        return RowUnits([len(part) for _, part in found], numbers, parts["supervised"], parts["value"])
+
+    def numbers(
+        self, row: int, start: int, stop: int, read: Callable[[int, int], np.ndarray | None]
+    ) -> np.ndarray | None:
+        """Numbers of the labels of tokens start … stop, 0 where there is none. read: those of a range of the folder's tokens, or
+        None where they are not known."""
+        values = np.zeros(stop - start, np.float32)
+        for begin, end, first in self._places(row, start, stop):
+            found = read(first + 1, first + 1 + end - begin)
+            if found is None:
+                return None
+            values[begin - start : end - start] = found
+        return values
+
+    def old(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        return self.numbers(row, start, stop, self.packed.old)
+
+    def put(self, row: int, values: np.ndarray, write: Callable[[int, np.ndarray], None]) -> None:
+        """Numbers of the labels of a whole row, to where these tokens are in the folder."""
+        for begin, end, first in self._places(row, 0, self.context):
+            write(first + 1, values[begin:end])
+
+    def _places(self, row: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Of each piece in a range of the row, the tokens that have another one behind them: from, to, and where the first of
+        them is in the folder."""
+        at = 0
+        for document, first, last in self.segments(row):
+            begin, end = max(start, at), min(stop, at + last - first - 1)
+            if begin < end:
+                yield begin, end, int(self.packed.offsets[document]) + first + begin - at
+            at += last - first
 
     def documents(self, row: int) -> list[int]:
         lengths = [stop - start for _, start, stop in self.segments(row)]
@@ -166,7 +242,7 @@ def open_rows(
             plan = open_plan(
                 packed, context, long_documents=long_documents, seed=seed, source=number, split=split, keep=keep
             )
-            rows.append(Rows(packed, plan, about["name"]))
+            rows.append(Rows(packed, plan, about["name"], number))
     return rows
 
 
@@ -224,3 +300,28 @@ class Stream:
     def read(self, row: int, start: int, stop: int) -> Slice:
         source, row = self.where(row)
         return source.read(row, start, stop)
+
+    # Of rows of units, all of which come from one packed folder.
+
+    def units(self, row: int) -> RowUnits:
+        source, row = self._packed(row)
+        return source.units(row)
+
+    def old(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        source, row = self._packed(row)
+        return source.old(row, start, stop)
+
+    def numbers(
+        self, row: int, start: int, stop: int, read: Callable[[int, int], np.ndarray | None]
+    ) -> np.ndarray | None:
+        source, row = self._packed(row)
+        return source.numbers(row, start, stop, read)
+
+    def put(self, row: int, values: np.ndarray, write: Callable[[int, np.ndarray], None]) -> None:
+        source, row = self._packed(row)
+        source.put(row, values, write)
+
+    def _packed(self, row: int) -> tuple[Rows, int]:
+        source, row = self.where(row)
+        assert isinstance(source, Rows)
+        return source, row

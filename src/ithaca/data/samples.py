@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..config.schema import Config, Source
 from ..engine.batch import Batch
 from ..engine.build import model_config
 from ..engine.run import Run
-from .batch import batch_from_rows
+from .batch import Scores, batch_from_rows, batch_of_units
 from .folder import Packed
 from .needles import Needles
 from .pack import pack
@@ -57,6 +57,7 @@ def pack_sources(config: Config, say: Callable[[str], None], *, keep: bool = Tru
         packed = pack(sources_of(files), folder, chat_template=data.chat_template, say=say, **more)
     else:
         packed = Packed(folder)
+    check_kinds(config, [(about["name"], about["kind"], about["units"]) for about in packed.manifest["sources"]])
     say("\n".join(summary(packed)))
     check_files(packed, RunFolder(config.run.folder).checked, say, keep=keep)
     if (local(config.tokenizer) / "tokenizer.json").is_file():
@@ -65,6 +66,27 @@ def pack_sources(config: Config, say: Callable[[str], None], *, keep: bool = Tru
         for rows in _rows(config, packed, keep, held_out):
             name = f"{rows.name}, held out" if held_out else rows.name
             say("\n".join(plan_words(name, data.context, rows.plan.counts, data.long_documents)))
+
+
+_LEARNS = {"sft": "texts, chats and completions", "dpo": "preferences", "policy": "rollouts"}
+_REMEDY = {
+    "preference": "learn from both answers with objective: dpo, or from the chosen ones with use: chosen",
+    "rollout": "learn from them with objective: policy",
+}
+
+
+def check_kinds(config: Config, found: Iterable[tuple[str, str, bool]]) -> None:
+    """ValueError where the objective cannot learn from a source. found: of each source its name, its kind, and whether it holds
+    units."""
+    wanted = {"dpo": "preference", "policy": "rollout"}.get(config.objective.kind)
+    for name, kind, units in found:
+        if (kind if units else None) != wanted:
+            what = f"{kind}s" if units else f"single documents ({kind})"
+            remedy = _REMEDY[kind] if units else "name other data, or leave objective out"
+            raise ValueError(
+                f"source {name} holds {what}, and objective.kind={config.objective.kind} learns from "
+                f"{_LEARNS[config.objective.kind]}; {remedy}"
+            )
 
 
 def check_files(packed: Packed, remembered: Path, say: Callable[[str], None], *, keep: bool = True) -> None:
@@ -143,10 +165,20 @@ def open_stream(config: Config, vocabulary: int, *, held_out: bool = False, keep
 
 
 class Loader:
-    """Batches of steps, one step ahead."""
+    """Batches of steps, one step ahead. units: with what objectives ask of them; reference: and these scores of their tokens."""
 
-    def __init__(self, stream: Stream, run: Run, rows: int, accumulation: int) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        run: Run,
+        rows: int,
+        accumulation: int,
+        *,
+        units: bool = False,
+        reference: Scores | None = None,
+    ) -> None:
         self.stream, self.run, self.rows, self.accumulation = stream, run, rows, accumulation
+        self.units, self.reference = units, reference
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ithaca-data")
         self._next: tuple[int, Future[list[Batch]]] | None = None
 
@@ -168,10 +200,11 @@ class Loader:
         samples = self.samples(step)
         batch_size = self.rows // self.accumulation
         vocabulary = self.run.decoder.config.vocab_size
-        return [
-            batch_from_rows(self.stream, samples[at : at + batch_size], self.run.mesh, self.run.stack, vocabulary)
-            for at in range(0, self.rows, batch_size)
-        ]
+        parts = [samples[at : at + batch_size] for at in range(0, self.rows, batch_size)]
+        mesh, stack = self.run.mesh, self.run.stack
+        if self.units:
+            return [batch_of_units(self.stream, part, mesh, stack, vocabulary, self.reference) for part in parts]
+        return [batch_from_rows(self.stream, part, mesh, stack, vocabulary) for part in parts]
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

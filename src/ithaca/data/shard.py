@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from ..base.files import sha256_of
-from .manifest import BLOCK, INDEX, token_dtype
+from .manifest import BLOCK, INDEX, OLD, PART, token_dtype
 
 
 class ShardWriter:
-    """Documents go in one after the other: `add` their tokens in any number of calls, then `end`."""
+    """Documents go in one after the other: `add` their tokens in any number of calls, then `end`.
 
-    def __init__(self, folder: Path, number: int, vocabulary: int):
+    units: a document is several that stay together, and each comes whole (`part`)."""
+
+    def __init__(self, folder: Path, number: int, vocabulary: int, *, units: bool = False):
         self.folder, self.number, self.vocabulary = folder, number, vocabulary
         self.dropped: Counter[str] = Counter()
         self.tokens = self.documents = self.supervised = 0
@@ -26,6 +29,10 @@ class ShardWriter:
         self._file = open(folder / f"tokens-{number:05d}.bin", "wb", buffering=1 << 20)  # noqa: SIM115
         self._lengths = open(folder / f"lengths-{number:05d}.part", "wb", buffering=1 << 16)  # noqa: SIM115
         self._mask: _MaskWriter | None = None  # from the first token on that is not supervised
+        self._units = open(folder / f"units-{number:05d}.part", "wb", buffering=1 << 16) if units else None  # noqa: SIM115
+        self._old: IO[bytes] | None = None
+        self._parts: list[tuple[int, int, float]] = []  # of the document being written
+        self._sampled: list[np.ndarray] = []  # old log-probabilities of its tokens
         self._hash = blake2b(digest_size=8)  # of the document being written
         self._length = 0
         self._highest = -1
@@ -51,6 +58,15 @@ class ShardWriter:
         self._seen.append(seen)
         self._sizes.append(len(ids))
 
+    def part(self, ids: np.ndarray, seen: np.ndarray, value: float = math.nan, old: np.ndarray | None = None) -> None:
+        """One of the documents of a unit. value: its reward or advantage. old: log-probabilities of its supervised tokens."""
+        self._parts.append((len(ids), int(seen[1:].sum()), value))
+        self.add(ids, seen)
+        if old is not None:
+            sampled = np.zeros(len(ids), OLD)
+            sampled[seen] = old
+            self._sampled.append(sampled)
+
     def discard(self, reason: str) -> None:
         """Forget the current document, and count it."""
         if self._length:
@@ -66,11 +82,14 @@ class ShardWriter:
             both = zip(self._seen, self._sizes, strict=True)
             whole = np.concatenate([np.ones(size, bool) if seen is None else seen for seen, size in both])
             learn = int(whole[1:].sum())
+        if self._parts:
+            learn = sum(supervised for _, supervised, _ in self._parts)
         if self._length < 2:
             return self.discard("too_short")
         if learn == 0:
             return self.discard("unsupervised")
         self._write_mask(whole)
+        self._write_parts()
         numbers = [self._length, learn, int.from_bytes(self._hash.digest(), "little", signed=True)]
         self._lengths.write(np.array(numbers, INDEX).tobytes())
         self.tokens += self._length
@@ -83,6 +102,21 @@ class ShardWriter:
         """A new document."""
         self._length, self._highest, self._seen, self._sizes = 0, -1, [], []
         self._hash = blake2b(digest_size=8)
+        self._parts, self._sampled = [], []
+
+    def _write_parts(self) -> None:
+        if self._units is None:
+            return
+        self._units.write(np.array([len(self._parts)], INDEX).tobytes() + np.array(self._parts, PART).tobytes())
+        if self._sampled and self.documents == 0:
+            self._old = open(self.folder / f"old-{self.number:05d}.bin", "wb", buffering=1 << 20)  # noqa: SIM115
+        if bool(self._sampled) != (self._old is not None):
+            raise ValueError(
+                "some records before this one have log-probabilities of who sampled, and some have none; give them in all records "
+                "of a source, or in none"
+            )
+        if self._old is not None:
+            self._old.write(np.concatenate(self._sampled).tobytes())
 
     def _write_mask(self, seen: np.ndarray | None) -> None:
         if self._mask is None:
@@ -97,9 +131,10 @@ class ShardWriter:
 
     def close(self) -> dict[str, Any]:
         """What was written, for the manifest."""
-        self._file.close()
-        self._lengths.close()
-        names: dict[str, str | None] = {"file": Path(self._file.name).name, "mask": None, "sums": None}
+        self._close()
+        names: dict[str, str | None] = {"file": Path(self._file.name).name, "mask": None, "sums": None, "old": None}
+        if self._old is not None:
+            names["old"] = Path(self._old.name).name
         if self._mask is not None:
             names["mask"], names["sums"] = self._mask.close()
         return {
@@ -118,10 +153,14 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        self._lengths.close()
+        self._close()
         if self._mask is not None:
             self._mask.close()
+
+    def _close(self) -> None:
+        for file in (self._file, self._lengths, self._units, self._old):
+            if file is not None:
+                file.close()
 
 
 class _MaskWriter:

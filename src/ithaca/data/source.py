@@ -8,10 +8,12 @@ dataset. Its format is told by file names, what its records are by their columns
     conversations [, system, tools]      the same, as ShareGPT writes it
     instruction, output [, input, ...]   the same, as Alpaca writes it
     prompt, completion                   texts or lists of messages; only the completion is supervised
-    chosen, rejected [, prompt]          two answers; with `use: chosen` only the chosen one is read, and supervised
+    chosen, rejected [, prompt]          two answers, a unit; with `use: chosen` only the chosen one is read, and supervised
+    prompt, completions [, rewards, ...] completions that were sampled and judged, a unit
     input_ids [, labels]                 token ids; labels of -100 are not supervised
 
-formats.py reads them.
+formats.py reads them. A *unit* is several documents that stay together in one row, because what is learned is in how they differ:
+objectives dpo and policy are made of them.
 
 `columns` maps these names to those of the data: {"text": "body"}. A text file is one document. A .npy file is token
 ids: an array of one dimension is one document, or as many as NAME.offsets.npy beside it says; of two dimensions, a
@@ -38,6 +40,7 @@ KINDS = {
     "alpaca": ("instruction", "output"),
     "completion": ("prompt", "completion"),
     "preference": ("chosen", "rejected"),
+    "rollout": ("prompt", "completions"),
     "tokens": ("input_ids",),
 }
 OPTIONAL = {
@@ -46,10 +49,12 @@ OPTIONAL = {
     "alpaca": ("input", "system", "history"),
     "completion": ("tools",),
     "preference": ("prompt", "tools"),
+    "rollout": ("rewards", "advantages", "logprobs", "tools"),
     "tokens": ("labels", "attention_mask"),
 }
-TEMPLATED = ("chat", "sharegpt", "alpaca", "completion", "preference")  # what a chat template may render
+TEMPLATED = ("chat", "sharegpt", "alpaca", "completion", "preference", "rollout")  # what a chat template may render
 USES = ("chosen",)
+VALUES = ("rewards", "advantages")  # what completions of a rollout are judged by
 _NAMES = sorted({name for names in (*KINDS.values(), *OPTIONAL.values()) for name in names})
 
 
@@ -143,13 +148,13 @@ def tell_kind(source: Source, columns: Iterable[str], where: str) -> str:
     )
 
 
+def has_units(kind: str, use: str | None) -> bool:
+    """Whether a record is several documents that stay together."""
+    return kind == "rollout" or (kind == "preference" and use is None)
+
+
 def check_use(source: Source, kind: str) -> None:
-    """ValueError unless it is said what is learned from two answers, and only there."""
-    if kind == "preference" and source.use is None:
-        raise ValueError(
-            f"source {source.path} holds preferences ({source.column('chosen')!r} and {source.column('rejected')!r}), and learning "
-            "from both is not possible yet; to learn from the chosen answers only, say use: chosen (--use chosen)"
-        )
+    """ValueError where it is said which of two answers is learned, and there is but one."""
     if kind != "preference" and source.use is not None:
         raise ValueError(f"source {source.path}: use is for preferences, and this is {kind}; leave it out")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,9 @@ from ..base.files import sha256_in
 from .arrays import read_arrays
 from .readers import read_records, read_text
 from .record import Record
-from .render import Encoders, around, columns_of, encode_text, given_tokens, render_text
+from .render import Encoders, around, check_characters, columns_of, encode_text, given_tokens, read_unit, render_text
 from .shard import ShardWriter
-from .source import KINDS, Part, Piece, Source
+from .source import KINDS, Part, Piece, Source, has_units
 from .stamps import Stamp, open_steady
 from .tokenizer import TokenizerParts
 
@@ -49,11 +50,13 @@ def start_worker(job: Job) -> Callable[[Any, Report], Any]:
         if isinstance(part, Stamp):
             with open_steady(str(what), part) as file:
                 return sha256_in(file)
-        with ShardWriter(Path(job.folder), int(what), job.vocabulary) as writer:
+        units = has_units(job.kinds[part.source], job.sources[part.source].use)
+        with ShardWriter(Path(job.folder), int(what), job.vocabulary, units=units) as writer:
             worker = _PartWorker(job, part, encoders, writer, report)
             worker.run()
             marked_by = encoders.marked_by(worker.source) if encoders is not None and worker.chats else None
-            return {**writer.close(), "chats": worker.chats, "marked_by": marked_by}
+            judged = {"values": worker.values, "equal": worker.equal}
+            return {**writer.close(), "chats": worker.chats, "marked_by": marked_by, **judged}
 
     return handle
 
@@ -63,6 +66,9 @@ class _PartWorker:
         self.job, self.part, self.encoders, self.writer, self._report = job, part, encoders, writer, report
         self.source, self.kind = job.sources[part.source], job.kinds[part.source]
         self.chats = 0  # records that a chat template rendered
+        self.units = has_units(self.kind, self.source.use)
+        self.values: str | None = None  # what rollouts are judged by
+        self.equal = 0  # groups of which all completions are judged alike
         self._texts: list[tuple[str, Record]] = []
         self._characters = 0
         self._read = self._told_documents = self._told_tokens = 0
@@ -94,6 +100,9 @@ class _PartWorker:
             with self._placing(record):
                 ids, seen = given_tokens(record.values, self.source)
                 self._finish_tokens(ids, seen)
+        elif self.units:
+            with self._placing(record):
+                self._unit(record)
         else:
             assert self.encoders is not None
             with self._placing(record):
@@ -109,11 +118,30 @@ class _PartWorker:
             else:
                 self._flush()  # documents keep their order
                 with self._placing(record):
-                    _check_characters(text)
+                    check_characters(text)
                     for ids, seen in encode_text(text, spans, encoder, self.job.eos, chat=chat):
                         self.writer.add(ids, seen)
                     self.writer.end()
         self._tell(record.size)
+
+    def _unit(self, record: Record) -> None:
+        unit = read_unit(record.values, self.kind, self.source, self.encoders, self.job.eos)
+        if unit.left_out is not None:
+            self.writer.dropped[unit.left_out] += 1
+            return
+        if self.values not in (None, unit.what):
+            raise ValueError(
+                f"there are {unit.what}, and {self.values} in records before; give one of them in all records"
+            )
+        self.values = unit.what
+        for at, (ids, seen) in enumerate(unit.parts):
+            value = math.nan if unit.values is None else unit.values[at]
+            self.writer.part(ids, seen, value, None if unit.logprobs is None else unit.logprobs[at])
+        self.writer.end()
+        self.chats += unit.chats > 0
+        # an advantage says by itself what is learned, a reward only beside others
+        idle = 0.0 if unit.what == "advantages" else (unit.values or [math.nan])[0]
+        self.equal += unit.values is not None and all(value == idle for value in unit.values)
 
     @contextmanager
     def _placing(self, record: Record) -> Iterator[None]:
@@ -141,7 +169,7 @@ class _PartWorker:
         except (UnicodeEncodeError, TypeError):
             for text, record in self._texts:
                 with self._placing(record):
-                    _check_characters(text)
+                    check_characters(text)
             raise
         for ids, (_, record) in zip(encoded, self._texts, strict=True):
             with self._placing(record):
@@ -191,14 +219,3 @@ class _PartWorker:
                 self.writer.dropped["empty"] += 1
             self._tell(0)
         self._tell(piece.size)
-
-
-def _check_characters(text: str) -> None:
-    """JSON can write half a character of UTF-16; no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"character {error.start:,} is half a surrogate pair (\\u{ord(text[error.start]):04x}), which is no character; "
-            "write the text as UTF-8"
-        ) from None

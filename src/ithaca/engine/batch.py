@@ -22,6 +22,22 @@ from .sequence import Layout, document_bounds, places, positions, shift_labels
 from .trees import Parents, branch, read_trees
 
 
+@dataclass(frozen=True)
+class Units:
+    """Documents that belong together: pairs, or completions of one prompt. Of all documents of the whole batch that are in one, the
+    same on every rank and on the CPU, [n] each."""
+
+    documents: Tensor  # their numbers, as in `Run.by_document`
+    unit: Tensor  # which of the batch's units each is in, counted from 0
+    parts: Tensor  # their numbers in the packed folder
+    lengths: Tensor  # supervised tokens
+    values: Tensor  # rewards or advantages, float64
+
+    @property
+    def count(self) -> int:
+        return int(self.unit[-1]) + 1
+
+
 @dataclass
 class Batch:
     """This rank's slice of a global batch."""
@@ -38,6 +54,9 @@ class Batch:
     documents_of_rows: list[int] = field(default_factory=list)  # how many each row of the whole batch has
     weights: Tensor | None = None  # [b, s], of the labels, float32; in trees times the leaves below
     parents: Parents | None = None  # of the documents of this rank's rows, where some of the batch are trees (trees.py)
+    units: Units | None = None
+    old: Tensor | None = None  # [b, s], of the labels: log-probabilities of who sampled them, float32
+    reference: Tensor | None = None  # [b, s], of the labels: those of a reference that has scored them before
     fold: int = 1  # rows that stand for the ranks of one sequence, in a proof
     plans: dict[tuple[int | None, int | None], list[Plan]] = field(default_factory=dict)
 

@@ -34,6 +34,10 @@ class Job:
     offload: bool = False  # weights, gradients and states wait in host memory (train.offload_optimizer)
     accumulation: int = 1  # micro-batches of a step
     asynchronous: bool = True  # checkpoints are copied to host memory and written from there
+    units: bool = False  # log-probabilities of answers are differentiated, not cross-entropy (objective dpo, policy)
+    reference: bool = (
+        False  # in every step the base scores the same rows without gradients (objective.reference=adapters)
+    )
     processors: int = 0  # of the GPU, where results must have the same bits each time; 0 = they need not
 
     @property

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.hub import fetch, find_name, local, short
 from ..config import Config, load, missing
 from ..config.dump import as_yaml
+from ..config.schema import Objective
 from ..data.fetch import fetch_model
 from ..engine.model.config import read_settings
 from ..engine.model.presets import PRESETS
@@ -72,7 +73,9 @@ def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
     step = step_of(checkpoint) or 0
     trained = load(run / "config.yaml").config
     given = ["stack=auto", f"run.folder={results}", *_phase(trained, step), *_held_out(trained, step, run)]
-    config = load(run / "config.yaml", [*given, *overrides]).config
+    if trained.objective.kind != "sft":  # pairs and rollouts are measured beside their reference, while training
+        given += ["eval.sources=[]", "eval.packed=null", "data.validation=null"]
+    config = _as_texts(load(run / "config.yaml", [*given, *overrides]).config)
     name = find_name(config.model.folder)
     if name is not None and not name.is_pinned and not any(each.startswith("model.folder=") for each in overrides):
         raise ValueError(  # a run writes names on the Hub down with their commit: this was a path, and is not asked of anybody
@@ -80,6 +83,14 @@ def _of_run(source: Path, overrides: Sequence[str], out: Path | None) -> Opened:
         )
     config = fetch_model(config)
     return Opened(config, checkpoint, step, results, run, checkpoint == source)
+
+
+def _as_texts(config: Config) -> Config:
+    """Of any objective: here texts are measured, and questions asked."""
+    if config.objective.kind == "sft":
+        return config
+    sources = tuple(replace(source, validation=None) for source in config.data.sources)
+    return replace(config, objective=Objective(), data=replace(config.data, sources=sources))
 
 
 def _held_out(config: Config, step: int, run: Path) -> list[str]:

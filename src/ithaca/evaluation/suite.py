@@ -5,6 +5,9 @@
      "needle": {"lengths": [512, 1024, 2048], "depths": [0.0, …, 1.0], "accuracy": [[1.0, …], …], …},
      "tasks": [{"task": "multi_key", "length": 2048, "accuracy": 0.98, "exact": 0.97, "log_probability": -0.04, …}, …]}
 
+With an objective of units (dpo, policy), held_out is the loss of that objective and its numbers, which are compared with the run's
+reference: {"loss": 0.61, "margin": 0.2, "accuracy": 0.7, …, "units": 64}.
+
 accuracy: share of answer tokens that are the likeliest ones, given the answer so far; exact: share of answers of which every
 token is. log_probability: mean over answer tokens. The same rows are scored every time, so numbers of different steps, and of
 different models with one tokenizer, can be compared. No random number is drawn and no state of a run is touched.
@@ -18,14 +21,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config.schema import Config
+from ..data.batch import Scores
 from ..data.rows import Stream
+from ..engine.criterion import Criterion, units_of
 from ..engine.run import Run
 from ..observe.record import utc_now
 from ..storage.state import at_rest
 from .languages import Language
+from .reference import batches_of
 from .score import position_edges, score_rows
 from .tasks import Task
 
@@ -43,6 +50,8 @@ class Suite:
     samples: int  # of each task, and of each cell of the grid
     tokens: int  # most tokens of a forward, for each data-parallel group
     language: str | None
+    criterion: Criterion | None = None  # what held-out units are measured by
+    reference: Scores | None = None  # scores of a reference that are read with them
 
 
 def make_suite(config: Config, language: Language | None, held_out: Stream | None, groups: int) -> Suite:
@@ -99,7 +108,8 @@ def _run(run: Run, suite: Suite, step: int, before: Callable[[str], bool]) -> di
     record: dict[str, Any] = {"eval": 1, "step": step, "time": utc_now(), "language": suite.language}
     if suite.held_out is not None:
         record["context"] = suite.held_out.context
-        record["held_out"] = _by_position(run, suite, suite.held_out, ask)
+        measure = _by_position if suite.criterion is None else _of_units
+        record["held_out"] = measure(run, suite, suite.held_out, ask)
     if suite.grid:
         cells = [[_answers(run, task, suite, ask) for task in row] for row in suite.grid]
         record["needle"] = {
@@ -143,6 +153,19 @@ def _by_position(run: Run, suite: Suite, stream: Stream, ask: Callable[[str], No
     return {**_summary(scored.rows.sum(0)), "rows": suite.rows, "positions": ranges}
 
 
+@torch.no_grad()
+def _of_units(run: Run, suite: Suite, stream: Stream, ask: Callable[[str], None]) -> dict[str, Any]:
+    assert suite.criterion is not None
+    found = batches_of(run, stream, range(suite.rows), suite.tokens, suite.reference)
+    batches = [batch for batch, _ in found]
+    losses, loss = suite.criterion.losses(run, batches), 0.0
+    for _ in batches:
+        ask("held-out data")
+        loss += float(next(losses)[0])
+    count = sum(units_of(batch).count for batch in batches)
+    return {"loss": loss, **suite.criterion.numbers(), "units": count, "rows": suite.rows}
+
+
 def _summary(sums: Tensor) -> dict[str, float]:
     loss, hits, count = sums.tolist()
     mean = loss / count
@@ -158,6 +181,9 @@ def headline(record: dict[str, Any]) -> dict[str, float]:
     scores: dict[str, float] = {}
     if "held_out" in record:
         scores["held_out"] = record["held_out"]["loss"]
+        if "units" in record["held_out"]:
+            names = [name for name in ("margin", "accuracy", "kl", "entropy") if name in record["held_out"]]
+            scores.update({f"held_out_{name}": record["held_out"][name] for name in names})
     if "needle" in record:
         scores["needle"] = record["needle"]["mean"]
         scores["needle_longest"] = _mean(record["needle"]["accuracy"][-1])

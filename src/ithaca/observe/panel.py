@@ -99,7 +99,7 @@ class State:
         if record is not None and record.seconds > 0:
             more["copy_wait"] = f" ({record.copy_wait / record.seconds:.1%})"
         columns: dict[str, list[tuple[str, str]]] = {"learning": [], "speed": [], "room": []}
-        for name, shown in StepRecord.shown().items():
+        for name, shown in StepRecord.shown_of(record).items():
             columns[shown.column].append((shown.label, written(record, name) + more.get(name, "")))
         evaluated = (
             UNKNOWN if self.last_eval is None else f"{number(self.last_eval[1], 4)} at step {self.last_eval[0]:,}"

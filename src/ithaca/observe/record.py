@@ -29,6 +29,10 @@ def _shown(*given: str, **more: Any) -> Any:
     return field(metadata={"shown": Shown(*given, **more)}, **default)
 
 
+NUMBERS = ("chosen_reward", "rejected_reward", "margin", "accuracy", "ratio", "clipped", "kl", "entropy")
+"""Fields that only some objectives have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     step: int  # optimizer steps done
@@ -53,6 +57,18 @@ class StepRecord:
     copy_wait: float = _shown(
         "copy wait", "speed", "duration", "wait", default=0.0, chart="Waiting for copies", kind="seconds"
     )
+    # of pairs, the means of the step: β times the log-ratio to the reference, by how much that of the chosen answer is the larger,
+    # and how often it is
+    chosen_reward: float | None = _shown("chosen reward", "learning", "number", default=None)
+    rejected_reward: float | None = _shown("rejected reward", "learning", "number", default=None)
+    margin: float | None = _shown("margin", "learning", "number", "margin", default=None, chart="Reward margin")
+    accuracy: float | None = _shown("accuracy", "learning", "share", "acc", default=None, chart="Preference accuracy")
+    # of completions, the means over the tokens of the step: π / π_old, the share that is clipped, the divergence from the
+    # reference, and the entropy of what is predicted
+    ratio: float | None = _shown("ratio", "learning", "number", default=None, chart="Ratio to who sampled")
+    clipped: float | None = _shown("clipped", "learning", "share", default=None, chart="Clipped tokens")
+    kl: float | None = _shown("KL", "learning", "number", "kl", default=None, chart="Divergence from the reference")
+    entropy: float | None = _shown("entropy", "learning", "number", "entropy", default=None, chart="Entropy")
     eval_loss: float | None = None  # of an evaluation after this step
 
     @classmethod
@@ -60,11 +76,19 @@ class StepRecord:
         """By the name of the field."""
         return {metric.name: metric.metadata["shown"] for metric in fields(cls) if "shown" in metric.metadata}
 
+    @classmethod
+    def shown_of(cls, record: StepRecord | None) -> dict[str, Shown]:
+        """The same without what only other objectives have."""
+        lacks = [name for name in NUMBERS if record is None or getattr(record, name) is None]
+        return {name: shown for name, shown in cls.shown().items() if name not in lacks}
+
     def line(self) -> dict[str, Any]:
-        """The fields as metrics.jsonl has them: with the time, and eval_loss only after an evaluation."""
+        """The fields as metrics.jsonl has them: with the time, eval_loss only after an evaluation, and those of an objective only
+        where it is the run's."""
         values = asdict(self)
-        if self.eval_loss is None:
-            del values["eval_loss"]
+        for name in ("eval_loss", *NUMBERS):
+            if values[name] is None:
+                del values[name]
         return {"step": values.pop("step"), "time": utc_now(), **values}
 
 

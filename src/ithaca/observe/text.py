@@ -66,12 +66,12 @@ def written(record: StepRecord | None, name: str) -> str:
 
 
 def plain_line(record: StepRecord, steps: int, eta: float | None = None, next_save: int | None = None) -> str:
-    """A step as `key value` pairs, the same keys in the same order on every line, under 160 columns.
+    """A step as `key value` pairs, the same keys in the same order on every line of a run, under 160 columns.
 
     `-` stands for what is not known. wait is copy_wait, save the step of the next checkpoint, eta the time left; sizes and
     the rest are as in metrics.jsonl, which is the form to compute with.
     """
-    numbers = {shown.short: written(record, name) for name, shown in record.shown().items() if shown.short}
+    numbers = {shown.short: written(record, name) for name, shown in record.shown_of(record).items() if shown.short}
     pairs = {
         "step": f"{record.step}/{steps}",
         **numbers,

@@ -31,6 +31,8 @@ def requested(config: Config) -> dict[str, Any]:
         "optimizer": train.optimizer,
         "offload_optimizer": train.offload_optimizer,
         "deterministic": train.deterministic,
+        "objective": config.objective.kind,
+        "reference": config.objective.reference_of(lora is not None) == "adapters",
         # the last one is waited for
         "asynchronous": checkpoint.asynchronous and checkpoint.every is not None and checkpoint.every < train.steps,
         **adapters,

@@ -14,7 +14,7 @@ from ..engine.cost import RankCost
 from ..engine.job import Job, Memory
 from ..engine.layer.cost import Snapshot, backward, forward, stored
 from ..engine.limits import IN_FLIGHT
-from ..engine.objective.cost import embedding, loss
+from ..engine.objective.cost import embedding, log_probs, loss
 from ..engine.offload.cost import InFlight
 
 
@@ -29,7 +29,11 @@ def predict(job: Job) -> Memory:
     layers = walked(job)
     for layer in layers:
         peaks.add("forward", standing, forward(rank, layer, in_flight))
-    peaks.add("loss", standing, loss(rank, in_flight))
+    if job.units:
+        peaks.add("loss", standing, log_probs(rank, in_flight, again=False))
+        peaks.add("backward", standing, log_probs(rank, in_flight, again=True))
+    else:
+        peaks.add("loss", standing, loss(rank, in_flight))
     for layer in reversed(layers):
         peaks.add("backward", standing, backward(rank, layer, in_flight))
     peaks.add("backward", standing, embedding(rank))

@@ -53,6 +53,8 @@ def plan(
     accumulation: int = 1,
     asynchronous: bool = True,
     deterministic: bool = False,
+    objective: str = "sft",
+    reference: bool = False,
     kernel: str | None = None,
     stack: Stack | None = None,
     advise: bool = True,
@@ -66,7 +68,8 @@ def plan(
     model: a preset's name, a folder with config.json, or its sizes. gpus: "8xH100-80GB". host, disk: memory and scratch space of
     one machine; not given, what is usual is assumed and said (`Plan.assumed`), and no disk is used unless the stack asks for one.
     rows: of an optimizer step, over all GPUs and `accumulation` micro-batches. optimizer, offload_optimizer, lora (the rank),
-    lora_targets, asynchronous (checkpoints), deterministic: as in a run's config. kernel: attention kernel; None = the engine's
+    lora_targets, asynchronous (checkpoints), deterministic, objective: as in a run's config. reference: whether the base scores the
+    rows of every step. kernel: attention kernel; None = the engine's
     choice. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit:
     whether something fits, not the fastest. config: Hugging Face's, where `model` is but a name. say: told of each dry run. pinned:
     fields of Stack that must stay as given.
@@ -105,7 +108,7 @@ def plan(
     job = Job(
         sizes, given, tokens, hardware.count, rows, whole, windowed, optimizer=optimizer, lora=lora,
         targets=tuple(lora_targets), offload=offload_optimizer, accumulation=accumulation, asynchronous=asynchronous,
-        processors=hardware.gpu.processors if deterministic else 0,
+        units=objective != "sft", reference=reference, processors=hardware.gpu.processors if deterministic else 0,
     )  # fmt: skip
     if config is not None:
         require(given.violations(), f"no plan for {sizes.name}")

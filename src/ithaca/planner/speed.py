@@ -2,6 +2,7 @@
 
     attention   operations of the causal triangle at the kernel's rate; once more where backward computes it again
     matmul      2 operations for each weight and token forward, 4 backward, and 2 again where backward recomputes
+                (objectives dpo and policy: the head's too; a reference that is the base: 2 more of every weight)
     other       norms, rotations, copies between layouts, sums of gradients: bound by memory, by the token and layer
     pcie, disk  what the store moves, as far as computation waits for it
     links       all-to-alls, ring and FSDP2, as far as they are longer than the computation beside them
@@ -70,6 +71,7 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     parts["matmul"] = _products(job, tokens) / (gpu.peak * MATMUL)
     tiled = stack.tile is not None and stack.tile < job.context
     parts["other"] = OTHER[tiled] * tokens * model.layers * (model.hidden / 2048) * (4.8e12 / gpu.bandwidth)
+    parts["other"] *= 1 + job.reference / 4  # forward, backward, and what is computed again
     parts["other"] += model.layers * _tiles(job, tokens, gpu.bandwidth)
     compute = parts["attention"] + parts["matmul"] + parts["other"]
     kept, read, waited = _store(job, tokens)
@@ -112,7 +114,9 @@ def _attention(job: Job, rows: int, older: bool) -> float:
         again = 2 if stack.recompute_of(layer) == "layer" else 1
         product = 2 * visible_pairs(job.context, window) * rows * model.heads * model.head_dim
         operations += (
-            product / (stack.ulysses * stack.ring) * (again * PRODUCTS / forward + BACKWARD_PRODUCTS / backward)
+            product
+            / (stack.ulysses * stack.ring)
+            * ((again + job.reference) * PRODUCTS / forward + BACKWARD_PRODUCTS / backward)
         )
     return operations * _idle(model.heads, stack.ulysses)
 
@@ -126,7 +130,9 @@ def _products(job: Job, tokens: float) -> float:
     kept = sum(stack.recompute_of(index) == "none" and stack.tile is None for index in range(model.layers))
     again = FORWARD * (model.layers - kept)
     adapters = (FORWARD + BY_INPUT + BY_WEIGHT + FORWARD) * job.trained if job.lora else 0
-    return tokens * (layer * (model.layers * passes + again) + model.embedding_weights * passes + adapters)
+    head = passes + (FORWARD if job.units else 0)  # logits are made again in backward
+    base = FORWARD * (layer * model.layers + model.embedding_weights) if job.reference else 0
+    return tokens * (layer * (model.layers * passes + again) + model.embedding_weights * head + adapters + base)
 
 
 def _store(job: Job, tokens: float) -> tuple[float, float, float]:
@@ -198,7 +204,8 @@ def sharded_bytes(rank: RankCost) -> dict[str, int]:
     bytes_of: dict[str, int] = {"gathered": 0, "reduced": 0, "summed": 0}
     if job.world > 1 and rank.shards > 1:
         once = model.embedding_weights + model.hidden
-        bytes_of |= {"gathered": BF16 * (2 * model.weights - once), "reduced": FP32 * job.trained}
+        again = model.weights if job.reference else 0
+        bytes_of |= {"gathered": BF16 * (2 * model.weights - once + again), "reduced": FP32 * job.trained}
     if job.world > rank.shards:
         bytes_of["summed"] = FP32 * job.trained // rank.shards
     return bytes_of

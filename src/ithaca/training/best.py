@@ -32,7 +32,7 @@ class Best:
         evaluate = config.eval
         if not (evaluate.keep_best or evaluate.stop_after):
             return None
-        held_out = bool(evaluate.sources) or evaluate.packed is not None
+        held_out = bool(evaluate.sources) or evaluate.packed is not None or config.data.holds_out
         metric = evaluate.metric or ("held_out" if held_out else evaluate.tasks[0])
         question = replace(
             evaluate, metric=metric, every=None, improvement=0.0, stop_after=None, keep_best=False, packed=None

@@ -26,12 +26,13 @@ from ..config.schema import Config
 from ..data.inputs import understand, with_template
 from ..data.pack import _vocabulary as check_vocabulary
 from ..data.rows import Stream
-from ..data.samples import encoding, open_stream, pack_sources, packed_folder
+from ..data.samples import check_kinds, encoding, open_stream, pack_sources, packed_folder
 from ..data.source import sources_of
 from ..data.tokenizer import load_tokenizer, tokenizer_parts
 from ..engine.attention.choice import Kernels, Need
 from ..engine.attention.head_schedule import head_schedule
 from ..engine.build import DTYPES, build_model, is_preset, model_config, simple_stack
+from ..engine.criterion import check_criterion
 from ..engine.model.adapter import Decoder
 from ..engine.model.presets import PRESETS
 from ..engine.model.weights import Folder
@@ -50,6 +51,7 @@ from ..storage.loading import candidates
 from ..storage.place import place_of
 from .automatic import automatic_stack, has_arithmetic, planned
 from .best import Best
+from .criterion import check_units
 from .launch.decision import plan_workers
 from .length import with_steps
 from .resume import check_same
@@ -113,6 +115,8 @@ def check_run(
                     if stream is not None:
                         contents.update(stream.contents)
                         preflight.steps = preflight.steps or with_steps(part, stream).train.steps
+                        if part.objective.kind != "sft":
+                            check_units(part, stream, hf.vocab_size, part.train.steps or preflight.steps)
                     _evaluation(preflight, part, hf.vocab_size, about, keep, say)
     with preflight.noting(CHECKPOINT):
         _checkpoint(preflight, config, folder, text, contents, allow_change)
@@ -127,6 +131,7 @@ def _model(config: Config, hf: Any) -> int:
     with torch.device("meta"):
         model, _ = build_model(options, hf, config.train.seed)
     decoder = read_decoder(model, stack or Stack())
+    check_criterion(config.objective.kind, decoder)
     if isinstance(decoder, OwnDecoder):
         require_proof(decoder)
     if not (options.random_init or is_preset(options)):
@@ -181,6 +186,7 @@ def _data(preflight: Preflight, config: Config, vocabulary: int, about: str, kee
                 with_template(understand(number, source), config.data.chat_template, loaded)
                 for number, source in enumerate(files)
             ]
+            check_kinds(config, [(entry.source.path, entry.kind, entry.units) for entry in inputs])
             for entry in inputs:
                 size = format_bytes(sum(stamp.bytes for stamp in entry.files.stamps.values()))
                 count = len(entry.files.paths)

@@ -1,7 +1,7 @@
 """Going on from a checkpoint: is it still the same run? What changed is said; what would make it another one needs a yes.
 
 train, stack, launch, checkpoint, eval, log     may change; what affects the result (train) is listed
-data, model                                     refused without --allow-change: the rows would be others, or the weights
+data, model, objective                          refused without --allow-change: the rows would be others, the weights, or the loss
 phases                                          the same: of those that have begun data is guarded, the rest may change
 """
 
@@ -19,7 +19,7 @@ import torch
 from ..base.exits import CHECKPOINT, CONFIG, DATA, Failed
 from ..base.fields import COUNT, OBJECT, TEXT, OrNull, wrong
 from ..config.nodes import load_plain
-from ..config.schema import Config
+from ..config.schema import Config, Objective
 from ..engine.run import Run
 from ..storage import checkpoint as checkpoints
 from ..storage.files import read_state
@@ -30,7 +30,7 @@ log = logging.getLogger("ithaca")
 
 _EXTRA = {"samples": COUNT, "tokens": COUNT, "config?": TEXT, "data?": OBJECT, "best?": OrNull(best.FIELDS)}
 _SAID = ("train",)
-_GUARDED = ("data", "model")
+_GUARDED = ("data", "model", "objective")
 _HARMLESS = ("model.trust_remote_code", "model.lora.merge_on_export")
 
 
@@ -115,6 +115,8 @@ def changes(before: str, now: str, step: int) -> tuple[list[str], list[str]]:
             config.get("data", {}).pop("context", None)
     for config in configs:
         config["phases"] = {str(number): phase for number, phase in enumerate(config.get("phases") or (), 1)}
+    for config in configs:  # before there was a choice
+        config.setdefault("objective", asdict(Objective()))
     old, new = (flat(config) for config in configs)
     said, refused = [], []
     for name in sorted(old.keys() | new.keys()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from ..base.files import write_atomically
 from ..base.holding import module_holds
 from ..config.schema import Train
 from ..engine.batch import Batch
+from ..engine.criterion import Criterion, Supervised
 from ..engine.optimizer import clip, global_norm, gradients, learning_rate, set_learning_rate
 from ..engine.run import Run
 from ..storage.finite import not_finite
@@ -56,26 +57,27 @@ class NotFinite(Failed):
 
 @dataclass(frozen=True)
 class Stepped:
-    loss: float  # mean over all supervised tokens of the step
+    loss: float  # of the step: cross-entropy, the mean over all its supervised tokens
     grad_norm: float  # before clipping
     lr: float
     tokens: int  # real tokens of the step, over all ranks
     supervised: int
+    numbers: dict[str, float] = field(default_factory=dict)  # what else the criterion has to say
 
 
 def train_step(
-    run: Run, optimizer: torch.optim.Optimizer, batches: list[Batch], train: Train, step: int, samples: range
-) -> Stepped:
-    """The step after `step` finished ones, on the rows `samples` in `batches`, one micro-batch after the other."""
-    supervised = sum(batch.supervised for batch in batches)
+    run: Run, optimizer: torch.optim.Optimizer, batches: list[Batch], train: Train, step: int, samples: range,
+    criterion: Criterion | None = None,
+) -> Stepped:  # fmt: skip
+    """The step after `step` finished ones, on the rows `samples` in `batches`, one micro-batch after the other. criterion: what is
+    learned; None = cross-entropy."""
+    criterion = criterion or Supervised(train.label_smoothing, train.z_loss)
     total = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
     sound = torch.ones((), dtype=torch.bool, device=run.mesh.device)  # this rank's parts of the loss
-    for batch in batches:
-        loss = run.loss(batch, supervised=supervised, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
+    for loss, finite in criterion.losses(run, batches):
         loss.backward()
         total += loss.detach()
-        if run.part is not None:
-            sound &= run.part.isfinite()
+        sound &= finite
     grads = gradients(run.model)
     norm = global_norm(grads)
     value, size = torch.stack((total, norm.to(total))).tolist()  # the one place where the CPU waits for the GPU
@@ -87,7 +89,8 @@ def train_step(
     set_learning_rate(optimizer, rate)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return Stepped(value, size, rate, sum(batch.tokens for batch in batches), supervised)
+    tokens, supervised = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "supervised"))
+    return Stepped(value, size, rate, tokens, supervised, criterion.numbers())
 
 
 def _finite(number: float) -> bool:

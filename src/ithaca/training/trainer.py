@@ -36,10 +36,12 @@ from ..data.report import about
 from ..data.rows import Stream
 from ..data.samples import Loader, open_stream, pack_sources
 from ..engine.build import DTYPES, device_of, model_config, model_name, prepared
+from ..engine.criterion import Criterion, check_criterion
 from ..engine.optimizer import build_optimizer
 from ..engine.ranks import on_rank0, world_group
 from ..evaluation.held_out import open_suite, pack_held_out
 from ..evaluation.publish import publish
+from ..evaluation.reference import samples_of
 from ..evaluation.suite import Suite, run_suite
 from ..evaluation.suite import headline as headline_of
 from ..observe.display import Display
@@ -47,7 +49,7 @@ from ..observe.environment import environment
 from ..observe.logs import log_to
 from ..observe.metrics import Metrics
 from ..observe.rates import Gauge, StepTimer, largest, tokens_per_second
-from ..observe.record import StepRecord
+from ..observe.record import NUMBERS, StepRecord
 from ..observe.report import write_report
 from ..observe.stragglers import Stragglers
 from ..observe.text import facts_of, headline
@@ -60,6 +62,7 @@ from ..stack import Stack
 from .agreement import Agreement
 from .automatic import automatic_stack, has_arithmetic, planned
 from .best import Best
+from .criterion import Opened, open_criterion
 from .launch import heartbeat
 from .launch.environment import ATTEMPT, find_job
 from .length import as_asked
@@ -161,8 +164,12 @@ class Trainer:
         except ValueError as error:
             raise Failed(DATA, str(error)) from error
         self.optimizer = build_optimizer(run.model, config.train, DTYPES[config.model.dtype])
+        learned, suite = self._criterion(stream, suite)
         self.agreement = Agreement(self.folder, self.stop, run.mesh.world, self.device)
-        self.loader = Loader(stream, run, config.train.rows, config.train.accumulation)
+        self.loader = Loader(
+            stream, run, config.train.rows, config.train.accumulation, units=config.objective.kind != "sft",
+            reference=learned.reference,
+        )  # fmt: skip
         self.display.doing("looking for a checkpoint")
         resumed = resume(
             self.folder.checkpoints, run, self.optimizer, config, text=self.text, contents=stream.contents,
@@ -197,7 +204,7 @@ class Trainer:
             if planned is not None:
                 heartbeat.expect(planned)
             self.stop.early = False
-            self._loop(metrics, suite, self.saver)
+            self._loop(metrics, suite, self.saver, learned.criterion)
             cause = self.stopping or self._given_up()
             if cause is not None:
                 metrics.event("stop", cause=cause, at_step=self.step)
@@ -241,7 +248,7 @@ class Trainer:
             return ""
         return f"\n  report: {page}"
 
-    def _loop(self, metrics: Metrics, suite: Suite | None, saver: Saver) -> None:
+    def _loop(self, metrics: Metrics, suite: Suite | None, saver: Saver, criterion: Criterion) -> None:
         train, timer = self.config.train, StepTimer()
         gauge = Gauge(self.device, self.model.store)
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
@@ -259,7 +266,7 @@ class Trainer:
             self.model.own.take()  # what an evaluation has measured is not part of a step
             timer.begin()
             try:
-                done = train_step(self.model, self.optimizer, batches, train, self.step, samples)
+                done = train_step(self.model, self.optimizer, batches, train, self.step, samples, criterion)
             except NotFinite as error:  # on every rank: what is being written is good, and will be wanted
                 saver.finish()
                 error.write(self.folder.bad_batch, self.loader.stream.documents, self.rank == 0, saver.way_back())
@@ -315,6 +322,28 @@ class Trainer:
         stream = open_stream(self.config, self.hf.vocab_size)
         return stream, open_suite(self.config, self.hf, self.model.mesh.data.size) if evaluates else None
 
+    def _criterion(self, stream: Stream, suite: Suite | None) -> tuple[Opened, Suite | None]:
+        """What is learned, and what evaluations measure of it. A reference that is the start is scored here: the weights are still
+        those of the start."""
+        config = self.config
+        check_criterion(config.objective.kind, self.model.decoder)
+
+        def opened(stream: Stream, samples: Sequence[int]) -> Opened:
+            return open_criterion(
+                config, self.model, stream, samples, self.folder, lambda words: self._enter("eval", words, self.step)
+            )
+
+        try:
+            if config.objective.kind == "sft":
+                return opened(stream, ()), suite
+            learned = opened(stream, samples_of(stream, config.train.steps * config.train.rows))
+            if suite is not None and suite.held_out is not None:
+                measured = opened(suite.held_out, range(suite.rows))
+                suite = replace(suite, criterion=measured.criterion, reference=measured.reference)
+            return learned, suite
+        except ValueError as error:
+            raise Failed(DATA, str(error)) from error
+
     def _batches(self):
         try:
             return self.loader.batches(self.step, last=self.step + 1 == self.config.train.steps)
@@ -339,6 +368,7 @@ class Trainer:
             tokens_per_second=tokens_per_second(done.tokens, seconds, world.size),
             mfu=mfu(work, seconds, world.size, peak),
             eval_loss=evaluated,
+            **{name: done.numbers.get(name) for name in NUMBERS},
             **largest(gauge.read(), world, self.device),
         )
 

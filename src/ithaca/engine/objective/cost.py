@@ -1,4 +1,4 @@
-"""What the head and its loss hold, in bytes: the terms of cross_entropy.py. No torch; tested against the dry run."""
+"""What the head and its loss hold, in bytes: the terms of cross_entropy.py and log_probs.py. No torch; tested against a dry run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ..layer.cost import Snapshot, kept_below
 from ..limits import BF16, FP32, loss_tile
 from ..offload.cost import InFlight
 
+NUMBERS = 56  # bytes of a token: its label's logit, lse, mean and hit, what they are spread to, their gradients
+
 
 def loss(rank: RankCost, in_flight: InFlight) -> Iterator[Snapshot]:
     model, head = rank.model, rank.model.embedding_weights
@@ -16,6 +18,17 @@ def loss(rank: RankCost, in_flight: InFlight) -> Iterator[Snapshot]:
     here = {"residual": 2 * rank.hidden, "kept": in_flight.copies}  # the last layer's output, and its gradient
     yield [below, here, rank.arriving(head, head)]
     yield [below, here, {"fsdp": _gathered(rank), "loss": max(_tiles(rank))}]
+
+
+def log_probs(rank: RankCost, in_flight: InFlight, *, again: bool) -> Iterator[Snapshot]:
+    """Forward, where a tile's logits are looked at and gone; or (again) backward, where they are computed once more for their
+    gradient."""
+    model, head = rank.model, rank.model.embedding_weights
+    below, numbers = {"kept": kept_below(rank, model.layers)}, rank.rows * rank.tokens * NUMBERS
+    here = {"residual": (2 if again else 1) * rank.hidden, "kept": in_flight.copies}
+    if not again:
+        yield [below, here, rank.arriving(head, head)]
+    yield [below, here, {"fsdp": _gathered(rank), "loss": numbers + max(_log_prob_tiles(rank, again))}]
 
 
 def _gathered(rank: RankCost) -> int:
@@ -33,9 +46,7 @@ def _tiles(rank: RankCost) -> Iterator[int]:
     limit = loss_tile(rank.stack.tile, rank.rows, model.vocabulary, fused=not model.capped)
     tile = min(limit or rank.tokens, rank.tokens)
     trained = 0 if rank.job.lora else model.embedding_weights
-    logits = 3 if "lm_head" in rank.job.adapters else 1  # an adapter's logits, scaled, beside those of the base
-    vectors = 3 if model.fused_norms else 11  # of a token, beside its logits; the final norm has four of them in fp32
-    token = rank.rows * BF16 * (logits * model.vocabulary + vectors * model.hidden)
+    token = rank.rows * _token(rank)
     yield tile * token + trained * BF16
     if tile < rank.tokens:  # the second tile's gradient joins the first's in fp32; it may be a short one
         yield min(tile, rank.tokens - tile) * token + trained * (2 * BF16 + FP32)
@@ -44,6 +55,31 @@ def _tiles(rank: RankCost) -> Iterator[int]:
     ):  # no kernel makes loss and gradient in place: the cap's tanh, log-probabilities and two gradients, in fp32
         more = rank.rows * BF16 * 6 * model.vocabulary
         yield tile * (token + more) + (trained * FP32 if tile < rank.tokens else 0)
+
+
+def _token(rank: RankCost) -> int:
+    """Bytes of a token in a tile."""
+    model = rank.model
+    logits = 3 if "lm_head" in rank.job.adapters else 1  # an adapter's logits, scaled, beside those of the base
+    vectors = 3 if model.fused_norms else 11  # of a token, beside its logits; the final norm has four of them in fp32
+    return BF16 * (logits * model.vocabulary + vectors * model.hidden)
+
+
+def _log_prob_tiles(rank: RankCost, again: bool) -> Iterator[int]:
+    """A tile's logits; and their gradient in the same memory, the gradient of the head, and the sum of those of earlier tiles."""
+    model, tokens = rank.model, rank.rows * rank.tokens  # rows one behind the other
+    tile = min(loss_tile(rank.stack.tile, 1, model.vocabulary, fused=not model.capped) or tokens, tokens)
+    capped = (
+        6 * BF16 * model.vocabulary if model.capped else 0
+    )  # no kernel: fp32 logits, probabilities and what is made of them
+    logits, count = tile * (_token(rank) + capped), -(-tokens // tile)
+    if not again:
+        yield logits
+        return
+    trained = 0 if rank.job.lora else model.embedding_weights
+    yield logits + trained * (BF16 + (0 if count == 1 else BF16 if count == 2 else FP32))
+    if count > 1:  # by now the logits are gone
+        yield trained * (2 * BF16 + FP32)
 
 
 def embedding(rank: RankCost) -> Iterator[Snapshot]:

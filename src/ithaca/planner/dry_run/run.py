@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...config.schema import Lora
 from ...engine.assemble import assemble
+from ...engine.criterion import without_adapters
 from ...engine.fsdp import gathered_groups
 from ...engine.job import Job, Memory
 from ...engine.mesh import Mesh, build_mesh
@@ -224,7 +225,7 @@ def _step(run: Run, job: Job, batch: Any, optimizer_bytes: float, tracker: LiveB
     for _ in range(min(job.accumulation, 2)):  # from the second on, all gradients are there from the beginning
         tracker.begin("forward")
         with loss_phase(run, tracker):
-            loss = run.loss(batch)
+            loss = _loss(run, job, batch)
         tracker.begin("backward")
         loss.backward()
         del loss
@@ -233,6 +234,16 @@ def _step(run: Run, job: Job, batch: Any, optimizer_bytes: float, tracker: LiveB
             tracker.see(local(parameter.grad), "gradients")
     tracker.begin("step")
     del held
+
+
+def _loss(run: Run, job: Job, batch: Any) -> Tensor:
+    if not job.units:
+        return run.loss(batch)
+    if job.reference:
+        without_adapters()(run, batch)
+    logprobs = run.logprobs(batch)
+    assert isinstance(logprobs, Tensor)
+    return logprobs.sum()
 
 
 def states(model: nn.Module, per_weight: float) -> list[Tensor]:
@@ -274,8 +285,12 @@ def _batch(run: Run, job: Job, documents: list[int] | None, fake: FakeTensorMode
     packed = None if documents is None else [documents] * job.batch
     with _disable_current_modes():  # how a batch is cut depends on its numbers
         batch = run.shard(torch.zeros(job.batch, job.context, dtype=torch.int64), documents=packed)
-    changed = {name: fake.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return replace(batch, **changed)
+        asked = batch.asked if job.units else None
+    values = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor) and name != "asked"}
+    batch = replace(batch, **{name: fake.from_tensor(value) for name, value in values.items()})
+    if asked is not None:
+        batch.asked = fake.from_tensor(asked)
+    return batch
 
 
 @contextmanager
