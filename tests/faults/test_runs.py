@@ -251,7 +251,17 @@ def test_nothing_is_left_behind(story: Story):
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(story.folder) in (each.info["cmdline"] or [])]
     assert (story.folder / "lock").read_bytes() == b""
     assert not list((story.folder / "checkpoints").glob(".*"))
-    known = {"config.yaml", "metrics.jsonl", "status.json", "lock", "checkpoints", "logs", "faults", "stacks"}
+    known = {
+        "config.yaml",
+        "about.json",
+        "metrics.jsonl",
+        "status.json",
+        "lock",
+        "checkpoints",
+        "logs",
+        "faults",
+        "stacks",
+    }
     assert {path.name for path in story.folder.iterdir()} <= known
     assert not [path for path in Path("/dev/shm").iterdir() if "ithaca" in path.name]
 

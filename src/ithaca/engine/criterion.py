@@ -13,11 +13,10 @@ log-probability of about -100,000, of which the difference to the reference is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..base import faults
 from .batch import Batch, Units
@@ -25,6 +24,7 @@ from .comm import total
 from .objective.cross_entropy import IGNORE
 from .objective.policy import Policy, advantages, token_losses, weights_of_tokens
 from .objective.preference import Preference, preference_losses
+from .objective.reference import without_adapters
 from .run import Run
 
 Reference = Callable[
@@ -158,27 +158,11 @@ def units_of(batch: Batch) -> Units:
 # -- the model without its adapters as the reference ------------------------------------------------------------------------
 
 
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base of a model with adapters. PEFT's own switch also freezes them, which FSDP2 would not know of."""
-    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
-    if not adapted:
-        raise ValueError("this model has no adapters to switch off; give it another reference")
-    was = [module._disable_adapters for module in adapted]
-    for module in adapted:
-        module._disable_adapters = True
-    try:
-        yield
-    finally:
-        for module, before in zip(adapted, was, strict=True):
-            module._disable_adapters = before
-
-
-def without_adapters(temperature: float = 1.0) -> Reference:
+def by_the_base(temperature: float = 1.0) -> Reference:
     """Log-probabilities of the labels by the base, [b, s]: one forward more."""
 
     def tokens(run: Run, batch: Batch) -> Tensor:
-        with torch.no_grad(), adapters_off(run.model):
+        with torch.no_grad(), without_adapters(run.model):
             logprobs = run.logprobs(batch, temperature=temperature)
         assert isinstance(logprobs, Tensor)
         return logprobs

@@ -18,7 +18,7 @@ from ..data.batch import Scores as Reading
 from ..data.folder import Packed
 from ..data.rows import Stream
 from ..engine.build import model_name
-from ..engine.criterion import Criterion, Preferences, Reference, Rollouts, Supervised, summed, without_adapters
+from ..engine.criterion import Criterion, Preferences, Reference, Rollouts, Supervised, by_the_base, summed
 from ..engine.objective.policy import Policy
 from ..engine.objective.preference import Preference
 from ..engine.ranks import on_rank0
@@ -46,7 +46,7 @@ def open_criterion(
     elif named not in (None, "adapters"):
         scores = scored(asked, run.decoder.config.vocab_size, stream, samples)
     if asked.kind == "dpo":
-        reference = summed(without_adapters()) if scores is None else scores.sums
+        reference = summed(by_the_base()) if scores is None else scores.sums
         settings = Preference(
             loss=asked.loss or "sigmoid",
             beta=asked.beta,
@@ -56,7 +56,7 @@ def open_criterion(
         return Opened(Preferences(settings, reference))
     tokens: Reference | None = None
     if named is not None:
-        tokens = without_adapters(asked.temperature) if scores is None else tokens_of_batch
+        tokens = by_the_base(asked.temperature) if scores is None else tokens_of_batch
     settings = Policy(
         loss=asked.loss or "grpo", clip_low=asked.clip_low, clip_high=asked.clip_high, kl=asked.kl,
         unbiased_kl=asked.unbiased_kl, normalise=asked.normalise, longest=asked.longest, temperature=asked.temperature,

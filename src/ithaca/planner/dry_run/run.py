@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...config.schema import Lora
 from ...engine.assemble import assemble
-from ...engine.criterion import without_adapters
+from ...engine.criterion import by_the_base
 from ...engine.fsdp import gathered_groups
 from ...engine.job import Job, Memory
 from ...engine.mesh import Mesh, build_mesh
@@ -240,7 +240,7 @@ def _loss(run: Run, job: Job, batch: Any) -> Tensor:
     if not job.units:
         return run.loss(batch)
     if job.reference:
-        without_adapters()(run, batch)
+        by_the_base()(run, batch)
     logprobs = run.logprobs(batch)
     assert isinstance(logprobs, Tensor)
     return logprobs.sum()
