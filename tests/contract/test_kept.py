@@ -334,7 +334,9 @@ def backward_twice(stack: dict[str, Any], retain: bool) -> tuple[str, Any]:
 def test_a_second_backward_is_an_error_that_says_so(workers: Workers, store: str, retain: bool):
     theirs = reference([tokens(seed=1)])
     for raised, ours in workers.run(backward_twice, dict(ulysses=2, store=store), retain, world=2):
-        assert raised == "this loss was already differentiated; call run.loss (or run.logprobs) again for another backward"
+        assert (
+            raised == "this loss was already differentiated; call run.loss (or run.logprobs) again for another backward"
+        )
         assert worst(ours, theirs) <= 1e-5, "the step after must be right"
 
 
