@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -133,5 +134,5 @@ def is_source(path: str) -> bool:
     """Whether a path is of files to look at, and not of a packed folder, or nothing."""
     found = Path(path).expanduser()
     if found.is_dir():
-        return not (found / "manifest.json").exists()
+        return not os.path.lexists(found / "manifest.json")  # a link that leads nowhere was one: opening it says so
     return found.is_file() or path.startswith("hf:") or any(character in path for character in "*?[")
