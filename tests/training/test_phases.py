@@ -57,10 +57,10 @@ def run_once(file: str, folder: str, world: int, stop_after: int | None = None) 
         )
     plain = trainer.train_step
 
-    def dying(run: Any, optimizer: Any, batches: Any, train: Any, step: int, samples: range) -> Any:
+    def dying(run: Any, optimizer: Any, batches: Any, train: Any, step: int, *more: Any) -> Any:
         if step == stop_after:
             raise Stopped
-        return plain(run, optimizer, batches, train, step, samples)
+        return plain(run, optimizer, batches, train, step, *more)
 
     trainer.train_step = dying
     try:

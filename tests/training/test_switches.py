@@ -208,7 +208,7 @@ def test_accuracies_are_to_rise_and_another_question_starts_anew():
     assert same is not None and same.resumed(best.json()) == best
     assert other is not None and other.resumed(best.json()) == other
     for words, problem in (
-        ("eval.metric=held_out", "eval.metric=held_out is not measured; give eval.sources or eval.packed"),
+        ("eval.metric=held_out", "eval.metric=held_out is not measured; give eval.sources, eval.packed or data.validation"),
         ("eval.metric=common_words", "eval.metric=common_words is not measured; add common_words to eval.tasks"),
         ("eval.every=null", "eval.keep_best compares evaluations, and there are none; give eval.every"),
         ("phases=[{context: 64, steps: 80}, {context: 2K, steps: 9}]", "eval.stop_after compares evaluations of one context"),
