@@ -40,7 +40,7 @@ fuzz: setup
 
 # More configurations of the plan's arithmetic against the code: 3 minutes on 2 cores.
 plans: setup
-	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner
+	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner tests/observe/profiler tests/test_benchmarks.py
 
 # More trees, models and layouts against the unrolled batch: 8 minutes on 2 cores.
 trees: setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ def job_of(config: Any, stack: Stack, world: int = 1, context: int = 256) -> Job
     return Job(own_sizes(config, "small"), stack, context, world, kernel="cudnn", windowed="flash")
 
 
+@pytest.mark.skipif(
+    os.environ.get("ITHACA_PLANS") != "long", reason="every layer of a model executed, 14 s: make plans"
+)
 def test_layers_that_are_alike_hold_what_was_executed(oss: Any):
     job = job_of(oss, APART, 2)
     some, every = dry_run(job, oss), dry_run(job, oss, every=True)
@@ -109,6 +113,7 @@ def test_the_answer_says_how_it_was_counted(folder: Path):
         _ = found.speed
 
 
+@pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="a whole profile, 7 s: make plans")
 def test_the_command_and_a_profile(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     given = [str(folder), "--gpus", "1xH100", "--context", "256", "--stack.recompute", "layer", "--stack.tile", "128"]
     code = main(["profile", *given, "--cpu", "--steps", "1", "--layers", "1", "--out", str(tmp_path), "--json"])

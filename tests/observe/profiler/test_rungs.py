@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,9 @@ def test_how_a_process_ended(code: int, said: str, words: str, monkeypatch: pyte
     assert apart(Wanted(job=Job(read_sizes("llama3_8b"), Stack(), 2), model="llama3_8b"))["problem"] == words
 
 
+@pytest.mark.skipif(
+    os.environ.get("ITHACA_PLANS") != "long", reason="three processes that import torch, 25 s: make plans"
+)
 def test_a_rung_for_real(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """One rung runs in its process; the others are not worth the seconds it takes to import torch."""
 
