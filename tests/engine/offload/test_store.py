@@ -820,6 +820,31 @@ def test_bytes_of_the_file_wait_for_the_thread_that_writes_them(
     assert_same(store.take(handle), [filled(1)])
 
 
+def test_memory_of_a_dropped_put_waits_for_the_thread_that_fills_it(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put that nobody wants any more is cancelled, and its copy to the file is over at once; the thread that fills its memory is
+    not, and would write over the put that got the memory next."""
+    store = near_store(opened, monkeypatch, chunks=1)
+    for handle in [store.put([filled(0)]), store.put([filled(0)])]:  # the file has room for two
+        store.take(handle)
+    begun, go = threading.Event(), held_up(monkeypatch, pipe.Staging, "copy")
+    copy = pipe.Staging.copy
+    monkeypatch.setattr(pipe.Staging, "copy", lambda *args: (begun.set(), copy(*args))[1])
+    dropped = store.put([filled(0)])
+    begun.wait()
+    del dropped
+    gc.collect()
+    handle = store.put([filled(1)])
+    assert near_handles(store) == [False], "no room: the only memory is being filled"
+    go.set()
+    assert_same(store.take(handle), [filled(1)])
+    assert store.idle_bytes == store.held_bytes
+    handle = store.put([filled(2)])
+    assert near_handles(store) == [True]
+    assert_same(store.take(handle), [filled(2)])
+
+
 def test_what_is_taken_early_is_not_written(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     store, written = near_store(opened, monkeypatch, chunks=100), []
     go = held_up(monkeypatch, scratch.ScratchFile, "write")

@@ -112,14 +112,16 @@ class Copy(Work):
         self.buffers = buffers  # none: they went to a newer put
         self.order, self.start, self.length = order, start, length
         self.offsets = range(0, length, CHUNK)
+        self.writer = write
         self.reader: Transfer | None = None
         super().__init__(len(self.offsets), after=write.done)
         self.ready = write.done if saving else self.done  # the memory holds the bytes
 
     @property
     def spare(self) -> bool:
-        """The file has the bytes too, and nobody is reading them here."""
-        return self.done.is_set() and (self.reader is None or self.reader.done.is_set())
+        """The file has the bytes too, or nobody wants them, and no thread is filling or reading this memory: a cancelled copy is
+        over at once, while the thread of its put may still be at a chunk of it."""
+        return all(work is None or work.done.is_set() for work in (self, self.writer, self.reader))
 
     def size(self, at: int) -> int:
         return min(CHUNK, self.length - at)
