@@ -247,3 +247,10 @@ def test_differentiated_once():
     logprobs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already differentiated"):
         logprobs.sum().backward()
+
+
+def test_sums_keep_the_last_digits():
+    run = prepared()
+    values = torch.ones(1, 48)
+    values[0, 0] = 2.0**25  # beside which float32 has no room for ones
+    assert float(run.by_document(run.shard(tokens()), values)) == 2.0**25 + 47

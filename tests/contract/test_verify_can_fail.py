@@ -43,12 +43,12 @@ def wrong_gqa_pairing() -> Iterator[None]:
 @contextmanager
 def gradients_times_ranks() -> Iterator[None]:
     """The loss is right, the gradients are scaled by the parallel degree."""
-    plain = ithaca.engine.run._Leaving.backward
+    plain = ithaca.engine.run.Leaving.backward
 
     def scaled(ctx, *grads):
         return plain(ctx, *(grad * 2 for grad in grads))
 
-    with patch.object(ithaca.engine.run._Leaving, "backward", staticmethod(scaled)):
+    with patch.object(ithaca.engine.run.Leaving, "backward", staticmethod(scaled)):
         yield
 
 

@@ -6,8 +6,7 @@
 
 A criterion is asked for all micro-batches of a step at once, since what a loss is divided by (tokens, pairs, completions) is
 counted over the step; what it yields adds up to the loss of the step, the same on every rank. The arithmetic is in
-engine/objective; here is who holds which token. Sums over documents are float64: an answer of 100,000 tokens has a
-log-probability of about -100,000, of which the difference to the reference is the last digits.
+engine/objective; here is who holds which token.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Preferences:
             units, device = units_of(batch), run.mesh.device
             reference = self.reference(run, batch)
             logprobs, sound = _watched(run.logprobs(batch))
-            sums = run.by_document(batch, logprobs.double())[units.documents.to(device)]
+            sums = run.by_document(batch, logprobs)[units.documents.to(device)]
             lengths = units.lengths.to(device).view(-1, 2)
             losses, numbers = preference_losses(sums.view(-1, 2), reference.view(-1, 2), lengths, self.settings)
             for name, values in numbers.items():
@@ -113,7 +112,7 @@ class Rollouts:
             counted = (batch.labels != IGNORE) & (of_token(torch.ones(len(units.parts))) > 0)
             self._add({**numbers, "entropy": entropy}, counted, run)
             weighted = torch.where(counted, losses * of_token(weights), 0.0)
-            yield run.by_document(batch, weighted.double()).sum(), sound
+            yield run.by_document(batch, weighted).sum(), sound
 
     def _add(self, numbers: dict[str, Tensor], counted: Tensor, run: Run) -> None:
         sums = torch.stack([torch.where(counted, value, 0.0).double().sum() for value in numbers.values()])
@@ -175,7 +174,7 @@ def summed(tokens: Reference) -> Reference:
 
     def sums(run: Run, batch: Batch) -> Tensor:
         documents = units_of(batch).documents.to(run.mesh.device)
-        return run.by_document(batch, tokens(run, batch).double())[documents]
+        return run.by_document(batch, tokens(run, batch))[documents]
 
     return sums
 

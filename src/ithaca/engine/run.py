@@ -34,6 +34,7 @@ from .job import Job
 from .layer.apply import run_layer
 from .layer.call import LayerCall
 from .layer.cost import stored as bytes_stored
+from .leaving import Frozen, Leaving, Total
 from .limits import BF16, loss_tile
 from .mesh import Mesh
 from .model.adapter import Decoder, Layer
@@ -164,8 +165,10 @@ class Run:
 
     def by_document(self, batch: Batch, values: Tensor) -> Tensor:
         """Sums of this rank's `values` [b, s] over the tokens of each document, [documents of the whole batch], row by row and the
-        same on every rank. Without documents a row is one. Differentiable; collective."""
+        same on every rank. Without documents a row is one. Differentiable; collective. In float64: an answer of 100,000 tokens has
+        a log-probability of about -100,000, of which the difference to a reference is the last digits."""
         self._check_tokens(batch, values)
+        values = values.double()
         sums = values.new_zeros(sum(batch.documents_of_rows))
         sums = sums.index_add(0, batch.document_of_tokens(self.mesh).flatten(), values.flatten())
         return self._total(sums)
@@ -191,15 +194,15 @@ class Run:
 
     def _total(self, value: Tensor) -> Tensor:
         """Over all ranks. Every rank goes on alike with the sum, and differentiates its own part of it."""
-        return _Total.apply(value, self)  # pyright: ignore[reportReturnType]
+        return Total.apply(value, self.mesh.world)  # pyright: ignore[reportReturnType]
 
     def _leave(self, *local: Tensor) -> tuple[Tensor, ...]:
         """What a forward made, to be differentiated by the caller."""
         if torch.is_grad_enabled() and not any(t.requires_grad for t in local):
             nothing = torch.zeros((), requires_grad=True)
-            return tuple(_Frozen.apply(t, nothing) for t in local)  # pyright: ignore[reportReturnType]
+            return tuple(Frozen.apply(t, nothing) for t in local)  # pyright: ignore[reportReturnType]
         shards = [] if self.mesh.parameters is None else [p for p in self.model.parameters() if p.requires_grad]
-        return _Leaving.apply(self, len(local), *local, *shards)  # pyright: ignore[reportReturnType]
+        return Leaving.apply(self, len(local), *local, *shards)  # pyright: ignore[reportReturnType]
 
     def _violations(self) -> list[str]:
         """What has changed since `prepare`, and modes of torch in which a forward would go wrong later."""
@@ -426,56 +429,3 @@ class Run:
         report = self.store.report()
         self.store.reset()
         return {"store": report}
-
-
-class _Frozen(torch.autograd.Function):
-    """A loss that nothing can be learned from: it may be looked at, and backward says why it cannot be."""
-
-    @staticmethod
-    def forward(ctx, local_loss: Tensor, anything: Tensor) -> Tensor:
-        return local_loss.detach()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            "every parameter of the model is frozen (requires_grad=False), so this loss has no gradient; set requires_grad on "
-            "what is to be trained before prepare, or add adapters"
-        )
-
-
-class _Leaving(torch.autograd.Function):
-    """The end of a forward, and the beginning of its backward: gradients are summed over ranks by FSDP, once.
-
-    The shards are inputs so that autograd knows of them: FSDP2 computes on gathered copies and puts gradients into `.grad` by
-    itself, in a whole backward. torch.autograd.grad would return nothing for them."""
-
-    @staticmethod
-    def forward(ctx, run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.run, ctx.spent, ctx.shards = run, False, len(tensors) - count
-        return tuple(t.detach() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.spent:  # here, before FSDP2's first hook
-            raise RuntimeError(
-                "this loss was already differentiated; call run.loss (or run.logprobs) again for another backward"
-            )
-        below = ctx.next_functions[0][0]
-        if below is not None and not torch._C._will_engine_execute_node(below):
-            raise RuntimeError(
-                "torch.autograd.grad and backward(inputs=...) do not reach sharded parameters: FSDP2 computes on gathered copies "
-                "and puts gradients into .grad in a whole backward; call loss.backward() and read parameter.grad"
-            )
-        ctx.spent = ctx.run.busy = True
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.run._backward_done)
-        return None, None, *grads, *[None] * ctx.shards
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value: Tensor, run: Run) -> Tensor:
-        return total(value.detach(), run.mesh.world)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None

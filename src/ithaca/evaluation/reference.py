@@ -26,13 +26,12 @@ from torch import Tensor
 from ..base.fields import COUNT, NUMBER, OBJECT, TEXT, wrong
 from ..base.files import inside, read_json, sha256_of
 from ..data.batch import Scores as Reading
-from ..data.batch import batch_of_units, held_ranges
+from ..data.batch import batch_of_units
 from ..data.folder import Packed
 from ..data.publish import publish
 from ..data.rows import Rows, Stream, open_rows
 from ..engine.batch import Batch, Units
 from ..engine.build import device_of, model_config
-from ..engine.comm import total
 from ..engine.criterion import units_of
 from ..engine.ranks import on_rank0
 from ..engine.run import Run
@@ -220,16 +219,8 @@ def _forward(run: Run, batch: Batch, temperature: float) -> tuple[np.ndarray, np
     """Sums of the documents of units, and log-probabilities of the labels of all rows, [rows, length]; on every rank."""
     logprobs = run.logprobs(batch, temperature=temperature)
     assert isinstance(logprobs, Tensor)
-    sums = run.by_document(batch, logprobs.double())[units_of(batch).documents.to(run.mesh.device)]
-    mesh, rows = run.mesh, len(logprobs)
-    every = torch.zeros(len(batch.documents_of_rows), batch.layout.padded, device=mesh.device)
-    at = 0
-    for start, stop in held_ranges(batch.layout, mesh.ring.rank, mesh.ulysses.rank):
-        every[mesh.data.rank * rows : (mesh.data.rank + 1) * rows, start:stop] = logprobs[
-            :, at : at + stop - start
-        ].float()
-        at += stop - start
-    return sums.cpu().numpy(), total(every, mesh.world).cpu().numpy()
+    sums = run.by_document(batch, logprobs)[units_of(batch).documents.to(run.mesh.device)]
+    return sums.cpu().numpy(), run.by_token(batch, logprobs.float()).cpu().numpy()
 
 
 # -- `ithaca score`, as every rank executes it --------------------------------------------------------------------------

@@ -131,7 +131,8 @@ def _sums(run: Run, whole: WholeBatch) -> Tensor:
 
 
 def _by_pair(sums: Tensor, documents_of_rows: list[int], real: Tensor) -> Tensor:
-    """Sums by document -> [pairs, 2]. The first document of a row is the answer with its prompt, the next one padding."""
+    """Sums by document -> [pairs, 2]. The first document of a row is the answer with its prompt, the next one padding.
+    In float32, as TRL writes the reference's into its dataset: what the model has not moved yet stays equal to it."""
     counts = torch.tensor(documents_of_rows)
     first = (counts.cumsum(0) - counts).view(-1, 2)[real]
-    return sums[first.to(sums.device)]
+    return sums[first.to(sums.device)].float()
