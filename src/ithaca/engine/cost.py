@@ -7,6 +7,7 @@ which executes the code that they describe, is what all of it is tested against.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import lcm
 
 from .attention.cost import AttentionCost, Bytes
@@ -15,6 +16,8 @@ from .limits import BF16, FP32, HOLD_BYTES, PROJECTION_TILES, TABLE_BYTES, TILES
 from .offload.cost import pinned
 
 INT64 = 8
+
+_attention_cost = lru_cache(1024)(AttentionCost)  # a search asks for the same again and again; it does not change
 
 
 class RankCost:
@@ -36,7 +39,7 @@ class RankCost:
         self.piece = min((stack.tile or self.tokens) * TILES_PER_PIECE, self.tokens)
         self.pieces = -(-self.tokens // self.piece)
         self.rotary = 2 * self.tokens * model.head_dim * BF16  # cos and sin of every position
-        self.attention = AttentionCost(
+        self.attention = _attention_cost(
             model.heads, model.kv_heads, model.head_dim, self.rows, self.tokens, stack.ulysses, stack.ring,
             stack.heads_per_stage,
         )  # fmt: skip
