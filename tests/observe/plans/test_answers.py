@@ -106,7 +106,18 @@ def test_a_model_without_arithmetic_is_counted(tmp_path: Path):
     shown = piece["value"]
     assert piece["part"] == "answer" and shown["fits"] and "dry run of its own code" in shown["counted"]
     assert said and said[0].startswith("dry run at 256") and shown["times"] is None and shown["cost"] is None
+    assert shown["untimed"] == "small has no arithmetic here"
     assert answers.by_dry_run(read({**EIGHT, "model": "gpt_oss_20b"})) and not answers.by_dry_run(read(EIGHT))
+
+
+def test_no_time_where_none_is_known_and_that_is_said():
+    shown = answers.answer(read({**EIGHT, "gpus": "8xMI300X"}))
+    assert shown is not None and shown["fits"] and shown["times"] is None and shown["cost"] is None
+    assert shown["untimed"].startswith("nobody has run this on MI300X") and "tokens/s" not in json.dumps(
+        shown["figures"]
+    )
+    timed = answers.answer(read(EIGHT))
+    assert timed is not None and timed["untimed"] is None
 
 
 def test_a_config_that_changes_is_read_again(tmp_path: Path):

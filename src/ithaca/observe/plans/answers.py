@@ -61,6 +61,7 @@ def shown(asked: Asked, planned: Plan, advice: list[Piece] | None = None) -> dic
         "assumed": planned.assumed,
         "too_long": planned.too_long,
         "counted": planned.json()["counted_by"] if planned.executed else None,
+        "untimed": planned.untimed,
         "advice": advice,
         "cost": cost,
         "yaml": run_yaml(planned, asked.model, kernel=kernel, steps=cost["steps"] if cost else None) if planned.fits else None,

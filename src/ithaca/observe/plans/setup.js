@@ -10,7 +10,8 @@ function drawVerdict(answer) {
     h("p", { class: "word" }, h("span", { "aria-hidden": "true" }, answer.fits ? "✓" : "✕"), word.charAt(0).toUpperCase() + word.slice(1)),
     why.length ? h("p", {}, why.join(": ")) : null,
     answer.condition ? h("p", {}, answer.condition) : null,
-    answer.counted ? h("p", {}, `Counted by ${answer.counted}; no time is predicted.`) : null,
+    answer.counted ? h("p", {}, `Counted by ${answer.counted}.`) : null,
+    answer.untimed ? h("p", {}, `No time is predicted: ${answer.untimed}.`) : null,
   );
 }
 
