@@ -9,7 +9,7 @@ STAMP := .venv/.ithaca-setup
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: setup test docs faults fuzz plans trees families lint format demo evidence dist clean
+.PHONY: setup test docs faults fuzz plans losses trees families lint format demo evidence dist clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ fuzz: setup
 # More configurations of the plan's arithmetic against the code: 3 minutes on 2 cores.
 plans: setup
 	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner tests/observe/profiler tests/test_benchmarks.py
+
+# Log-probabilities under any gradient: every family and three of their own code on 1 to 8 ranks: 3 minutes on 2 cores.
+losses: setup
+	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py
 
 # More trees, models and layouts against the unrolled batch: 8 minutes on 2 cores.
 trees: setup

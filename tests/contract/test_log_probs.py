@@ -1,10 +1,13 @@
 """Log-probabilities and entropies of labels under any gradient from above, and their sums by document, whoever holds the tokens.
 
-The reference is the untouched model in one process, document by document.
+The reference is the untouched model in one process, document by document. In the suite every layout and every kind of model once;
+`make losses` (ITHACA_LOSSES=long): every family, adapters and three that run by their own code on 1, 2, 4 and 8 ranks.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import Tensor
 
 import ithaca
 from ithaca.base.processes.pool import Workers
+from ithaca.engine.model.presets import TINY
 from ithaca.engine.model.shrink import TEXT, smallest
 from ithaca.engine.model.weights import randomize
 from ithaca.engine.objective.reference import without_adapters
@@ -23,11 +27,12 @@ from .test_one_loss import DOCUMENTS, LENGTH, ROWS, labelled
 from .tiny import VOCABULARY, gradients, prepared, tiny, tokens, worst
 
 TEMPERATURE = 0.7
+OWN = ("glm4", "gpt_oss", "gemma2")  # by their own code
 
 
 def model_of(kind: str) -> Any:
     """A preset, one with adapters, or a type of transformers that runs by its own code."""
-    if kind in ("glm4", "gpt_oss", "gemma2"):
+    if kind in OWN:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
@@ -99,6 +104,18 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "own code, sinks": ("gpt_oss", 4, dict(ulysses=2, ring=2), False),
     "own code, capped": ("gemma2", 2, dict(ring=2, tile=9), False),
 }
+if os.environ.get("ITHACA_LOSSES") == "long":
+    KINDS = [*TINY, "lora", *OWN]
+    LAYOUTS = {
+        1: dict(tile=9),
+        2: dict(ring=2, store="host"),
+        4: dict(ulysses=2, heads_per_stage=1, tile=5),
+        8: dict(ulysses=2, ring=4),
+    }
+    CASES |= {
+        f"{kind} on {world}, {'packed' if packed else 'whole'}": (kind, world, LAYOUTS[world], packed)
+        for kind, world, packed in itertools.product(KINDS, LAYOUTS, (True, False))
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
