@@ -32,6 +32,9 @@ def test_a_row_for_each_recipe(tmp_path: Path):
     assert max(losses) - min(losses) < 1e-4  # the same work
 
 
+@pytest.mark.skipif(
+    os.environ.get("ITHACA_PLANS") != "long", reason="three processes that import torch, 13 s: make plans"
+)
 def test_a_rank_of_many(tmp_path: Path):
     arguments = ["--rank-of", "2", "--contexts", "64", "--layers", "1", "--steps", "1", "--recipes", "streamed"]
     (row,), (record,) = side_by_side(tmp_path, *arguments)

@@ -4,8 +4,8 @@ A run is started once and then suffers, in this order: faults that were asked fo
 to the launcher, kill -9 of the launcher, Ctrl-C to the group. After each kill the newest checkpoint must verify. At the end its
 weights must be, bit for bit, those of a run that nothing happened to.
 
-In the suite: 2 ranks, a kill and an error that were asked for. `make faults` (ITHACA_FAULTS=long): 4 ranks, every point, ranks that freeze, 50 kills, and
-the time from a kill to the next step.
+In the suite: 2 ranks, a kill and an error that were asked for. `make faults` (ITHACA_FAULTS=long): 4 ranks, every point, ranks that
+freeze, 50 kills, and the time from a kill to the next step.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def test_arithmetic_against_the_code(name: str, context: int, world: int, stack:
     "kernel", ["fa4", "cpu"]
 )  # with its workspace attention is the largest moment, without it a projection
 @pytest.mark.parametrize(
-    ("hidden", "heads", "rows", "world"), [(64, 4, 4, 1), (256, 4, 1, 1), (512, 8, 1, 1), (256, 8, 2, 2)]
+    ("hidden", "heads", "rows", "world"),
+    [(64, 4, 4, 1), (256, 8, 2, 2), (256, 4, 1, 1), (512, 8, 1, 1)][: None if LONG else 2],
 )
 def test_nothing_recomputed_and_hardly_a_vocabulary(hidden: int, heads: int, rows: int, world: int, kernel: str):
     """Else the logits of all tokens are the largest thing there is, and hide the layers."""

@@ -68,6 +68,7 @@ def test_layers_that_are_alike_hold_what_was_executed(oss: Any):
     assert abs(some.snapshot - states * 3 // 2) < 0.01 * states, "the trained weights and two averages of them, in fp32"
 
 
+@pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="a dry run, a proof and a step, 6 s: make plans")
 def test_a_store_holds_what_was_counted(glm: Any):
     """On the CPU the module engine is the same code, and what waits in a store is what it will be."""
     stack = Stack(engine="module", tile=128, heads_per_stage=2, store="host", shard_parameters=False)

@@ -73,7 +73,8 @@ def skip_where_not_allowed(code: int, err: str) -> None:
 
 
 @pytest.mark.skipif(
-    os.environ.get("ITHACA_FAULTS") != "long", reason="four ranks that import all of torch for themselves, 39 s: make faults"
+    os.environ.get("ITHACA_FAULTS") != "long",
+    reason="four ranks that import all of torch for themselves, 39 s: make faults",
 )
 def test_ulysses_2_in_a_host_and_ring_2_between_hosts_equal_the_untouched_model(run_yaml: Callable[..., Path]):
     path = run_yaml("{cpu: 2, nodes: 2}", "{ulysses: 2, ring: 2}")
