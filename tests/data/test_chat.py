@@ -10,11 +10,15 @@ import pytest
 
 from ithaca.data.chat import render_chat
 from ithaca.data.encode import Encoder
+from ithaca.data.folder import Packed
 from ithaca.data.formats import check_messages
+from ithaca.data.look import look
+from ithaca.data.pack import pack
 from ithaca.data.render import encode_text, inside
+from ithaca.data.source import Source
 from ithaca.data.tokenizer import load_tokenizer, tokenizer_parts
 
-from .make import CHANGING, CHATML, MARKED, chat, save_tokenizer
+from .make import CHANGING, CHATML, MARKED, chat, save_tokenizer, words, write_jsonl
 
 TALK = chat("hello there", "good day", "and\nnow?", "  spaces around  ")["messages"]
 
@@ -97,9 +101,10 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path):
 
 
 def test_inside():
-    starts = np.array([0, 1, 2, 3, 5, 8, 9])
-    assert inside(starts, [(1, 3), (5, 6)]).tolist() == [False, True, True, False, True, False, False]
-    assert not inside(starts, []).any()
+    places = np.array([[0, 1], [1, 2], [2, 3], [3, 5], [5, 8], [8, 9], [9, 9]])
+    assert inside(places, [(1, 3), (5, 6)]).tolist() == [False, True, True, False, True, False, False]
+    assert inside(places, [(4, 4), (4, 6), (9, 10)]).tolist() == [False, False, False, True, True, False, True]
+    assert not inside(places, []).any() and not inside(places, [(4, 4)]).any()
 
 
 @pytest.mark.parametrize(
@@ -118,3 +123,26 @@ def test_inside():
 def test_refused(messages, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_messages(messages, "messages")
+
+
+def test_a_word_that_the_header_begins_is_learned_and_shown(tmp_path: Path):
+    """The header ends with a blank, of which this tokenizer makes one token with the first word of the answer."""
+    answer = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'user' %}{{ m.content }} {% else %}" + answer
+    template += "{% endif %}{% endfor %}"
+    folder = save_tokenizer(tmp_path / "tokenizer", template=template)
+    loaded = load_tokenizer(folder)
+    answers = [words(3, 1), words(1, 1) + " quotes <|end|>"]
+    assert loaded.tokenize(" " + answers[0])[0][:2] == "Ġf" != loaded.tokenize(answers[0])[0]
+    write_jsonl(tmp_path / "a.jsonl", [chat("say it", each) for each in answers])
+    source = Source(str(tmp_path / "a.jsonl"))
+    pack([source], tmp_path / "packed", tokenizer=str(folder))
+    packed, shown = Packed(tmp_path / "packed"), look(source, 2, str(folder))["sample"]
+    for document, (example, answer) in enumerate(zip(shown, answers, strict=True)):
+        begin, end = (int(at) for at in packed.offsets[document : document + 2])
+        ids, seen = packed.read(begin, end), packed.mask(begin, end)
+        assert seen is not None
+        learned = loaded.decode(ids[seen.astype(bool)])
+        assert learned == f" {answer}<|end|>", "the blank is in the first token"
+        assert [part["text"] for part in example["parts"] if part["supervised"]] == [learned]
+        assert "".join(part["text"] for part in example["parts"]) == loaded.decode(ids)

@@ -119,9 +119,9 @@ def test_aliases_change_nothing_else(tmp_path: Path, make: Any):
     marked = encoders.quoting.with_aliases(text, own)
     assert len(marked) == len(text) and "<|end|>" not in marked
     for encoder, each in ((encoders.chat, text), (encoders.quoting, marked)):
-        ((ids, starts),) = encoder.stream([each])
+        ((ids, places),) = encoder.stream([each])
         whole = tokenizer.encode(text, add_special_tokens=False)
-        assert ids.tolist() == whole.ids and starts.tolist() == [start for start, _ in whole.offsets]
+        assert ids.tolist() == whole.ids and places.tolist() == [list(place) for place in whole.offsets]
 
 
 def test_chats_without_quotes_are_encoded_as_always(tokenizer: Path):

@@ -51,10 +51,10 @@ class Encoder:
             )
 
     def stream(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Ids, and the character each token starts at, of a text that comes in pieces."""
-        for ids, starts in self._stream(pieces):
+        """Ids, and the characters that each token starts at and ends before [tokens, 2], of a text that comes in pieces."""
+        for ids, places in self._stream(pieces):
             self.check(ids.tolist())
-            yield ids, starts
+            yield ids, places
 
     def _stream(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         text = ""
@@ -64,18 +64,19 @@ class Encoder:
             text += piece
             if len(text) <= window:
                 continue
-            ids, starts = self._encode(text)
+            ids, places = self._encode(text)
+            starts = places[:, 0]
             cut = self._cut(text, ids, starts, done)
             if cut is None:
                 window = 2 * len(text)
                 continue
             out = (starts >= done) & (starts < cut)
-            yield ids[out], starts[out] + base
+            yield ids[out], places[out] + base
             keep = max(0, cut - _AROUND)
             text, base, done, window = text[keep:], base + keep, cut - keep, self.window
-        ids, starts = self._encode(text)
-        out = starts >= done
-        yield ids[out], starts[out] + base
+        ids, places = self._encode(text)
+        out = places[:, 0] >= done
+        yield ids[out], places[out] + base
 
     def pieces(self, text: str) -> Iterator[str]:
         """A text for `stream`, in windows."""
@@ -84,8 +85,7 @@ class Encoder:
 
     def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        starts = np.fromiter((start for start, _ in encoding.offsets), np.int64, len(encoding.ids))
-        return np.asarray(encoding.ids, np.int64), starts
+        return np.asarray(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def _cut(self, text: str, ids: np.ndarray, starts: np.ndarray, done: int) -> int | None:
         """A character near the end of the text before which all tokens are final; None = not found."""
@@ -99,7 +99,7 @@ class Encoder:
         for place in candidates[::-step][:_TRIES].tolist():
             begin, end = max(0, place - _AROUND), place + _AROUND // 2
             few, where = self._encode(text[begin:end])
-            where = where + begin
+            where = where[:, 0] + begin
             # with less text on both sides: the same tokens around the cut?
             low, high = place - _AROUND // 2 if begin else 0, place + _AROUND // 4
             here, there = (starts >= low) & (starts < high), (where >= low) & (where < high)

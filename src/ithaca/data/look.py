@@ -12,8 +12,9 @@ from .arrays import read_arrays
 from .chat import Spans
 from .formats import Chat, Example, Ids, Pair, read_example, read_preference, read_rollouts
 from .inputs import look_at, with_template
+from .quotes import QuotingEncoder
 from .readers import read_records, read_text
-from .render import Encoders, columns_of, given_tokens, render_text
+from .render import Encoders, Rendered, around, columns_of, given_tokens, inside, render_text
 from .source import KINDS, TEMPLATED, Source, check_use
 from .tokenizer import load_tokenizer, tokenizer_parts
 
@@ -89,8 +90,7 @@ def _parts(values: dict[str, Any], kind: str, source: Source, encoders: Encoders
         return [*said[0], *(part for parts in said[1:] for part in parts if part["supervised"])]
     if encoders is None:
         return _said(read_example(values, kind, source, template=True), None)
-    text, spans, _, _ = render_text(values, kind, source, encoders)
-    return _cut(text, [(0, len(text))] if spans is None else spans)
+    return _by_token(render_text(values, kind, source, encoders), encoders)
 
 
 def _said(example: Example, answer: str | None) -> list[dict[str, Any]]:
@@ -116,12 +116,37 @@ def _said(example: Example, answer: str | None) -> list[dict[str, Any]]:
     return parts
 
 
+def _by_token(rendered: Rendered, encoders: Encoders) -> list[dict[str, Any]]:
+    """As it will be learned: whole tokens, and the one that ends it."""
+    text, spans, encoder, chat = rendered
+    if spans is None:
+        learned = [(0, len(text))]
+    else:
+        learned = [
+            (int(start), int(stop))
+            for _, places in encoder.stream(encoder.pieces(text))
+            for start, stop in places[inside(places, spans)]
+        ]
+    if isinstance(encoder, QuotingEncoder):
+        text = encoder.without_aliases(text)
+    names = {number: name for name, number in encoders.parts.special.items()}
+    _, after = ([], []) if chat else around(encoders.parts, eos=True)
+    return _cut(text, learned) + [_part(None, names[token], True) for token in after if token in names]
+
+
 def _part(who: str | None, text: str, supervised: bool) -> dict[str, Any]:
     return {"who": who, "text": text, "supervised": supervised}
 
 
 def _cut(text: str, spans: Spans) -> list[dict[str, Any]]:
-    parts, at = [], 0
+    """Neighbours are one part; several tokens may share a character."""
+    joined: Spans = []
+    for begin, end in spans:
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    parts, at, spans = [], 0, joined
     for begin, end in [*spans, (len(text), len(text))]:
         parts += [_part(None, text[at:begin], False)] * (begin > at) + [_part(None, text[begin:end], True)] * (
             end > begin

@@ -171,6 +171,11 @@ class QuotingEncoder(Encoder):
             at = end
         return "".join([*out, text[at:]])
 
+    def without_aliases(self, text: str) -> str:
+        for original, alias in self._alias.items():
+            text = text.replace(alias, original)
+        return text
+
     def stream(self, pieces: Iterable[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         wanted = seen = 0
 
@@ -180,12 +185,12 @@ class QuotingEncoder(Encoder):
                 wanted += piece.count(_ALIASES[-1])
                 yield piece
 
-        for ids, starts in super().stream(counted()):
+        for ids, places in super().stream(counted()):
             special = ids >= self._first
             seen += int(special.sum())
             ids = ids.copy()
             ids[special] = self._real[ids[special] - self._first]
-            yield ids, starts
+            yield ids, places
         if wanted != seen:
             raise ValueError(
                 "this tokenizer cannot keep the template's special tokens apart from quoted ones; take those out"

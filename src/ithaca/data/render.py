@@ -158,8 +158,8 @@ def encode_text(text: str, spans: Spans | None, encoder: Encoder, eos: bool, *, 
     before, after = ([], []) if chat else around(encoder.parts, eos)
     if before:
         yield np.array(before), None if spans is None else np.zeros(len(before), bool)
-    for ids, starts in encoder.stream(encoder.pieces(text)):
-        yield ids, None if spans is None else inside(starts, spans)
+    for ids, places in encoder.stream(encoder.pieces(text)):
+        yield ids, None if spans is None else inside(places, spans)
     if after:
         yield np.array(after), None  # learned: it ends what was to be learned
 
@@ -172,12 +172,19 @@ def around(parts: TokenizerParts, eos: bool) -> tuple[list[int], list[int]]:
     return list(parts.prefix), after
 
 
-def inside(starts: np.ndarray, spans: Spans) -> np.ndarray:
-    """Which tokens begin inside one of the spans, which are in order and do not overlap."""
-    begins = np.array([begin for begin, _ in spans], np.int64)
-    ends = np.array([end for _, end in spans], np.int64)
-    which = np.searchsorted(begins, starts, side="right") - 1
-    return (which >= 0) & (starts < ends[which]) if len(spans) else np.zeros(len(starts), bool)
+def inside(places: np.ndarray, spans: Spans) -> np.ndarray:
+    """Which tokens [tokens, 2] have a character in one of the spans, which are in order and do not overlap: also one that the
+    last blank of a header begins and the first word of the answer ends, or nobody would learn that word."""
+    spans = [(begin, end) for begin, end in spans if begin < end]
+    if not spans:
+        return np.zeros(len(places), bool)
+    begins, ends = np.array(spans, np.int64).T
+    starts, stops = (
+        places[:, 0],
+        np.maximum(places[:, 1], places[:, 0] + 1),
+    )  # some tokens have no character of their own
+    which = np.searchsorted(ends, starts, side="right")  # the first span that ends behind the token's start
+    return (which < len(ends)) & (stops > begins[np.minimum(which, len(ends) - 1)])
 
 
 class Unit(NamedTuple):
