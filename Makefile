@@ -44,7 +44,7 @@ plans: setup
 
 # Log-probabilities under any gradient: every family and three of their own code on 1 to 8 ranks: 3 minutes on 2 cores.
 losses: setup
-	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py
+	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py tests/integrations/test_dpo.py
 
 # More trees, models and layouts against the unrolled batch: 8 minutes on 2 cores.
 trees: setup

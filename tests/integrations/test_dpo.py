@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         4, dict(ulysses=2, store="host"), dict(reference="before", loss_type=["sigmoid_norm"], beta=2.0),
     ),
     "ring, adapters, ipo": (2, dict(ring=2), dict(reference="adapters", loss_type=["ipo"], optim="sgd")),
-    "one, robust": (1, dict(), dict(loss_type=["robust"], label_smoothing=0.1)),
     "data, hinge": (2, dict(), dict(reference="again", loss_type=["hinge"])),
 }  # fmt: skip
+if os.environ.get("ITHACA_LOSSES") == "long":  # make losses
+    CASES["one, robust"] = (1, dict(), dict(loss_type=["robust"], label_smoothing=0.1))
 
 
 @pytest.mark.parametrize("name", CASES)

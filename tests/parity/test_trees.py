@@ -151,7 +151,6 @@ TRIALS = [
         "tiny_qwen3_moe", Stack(ulysses=4, recompute="none", engine="composed"), {"output_router_logits": False}, seed=6
     ),
     Trial("gpt_oss", Stack(ulysses=2, ring=2, store="host"), WINDOW, seed=7),
-    Trial("olmo3", Stack(ulysses=2, tile=9), WINDOW, rows=2, seed=8),
 ]
 if LONG:
     STACKS = [
@@ -160,6 +159,7 @@ if LONG:
     ]  # fmt: skip
     WINDOWED = ["tiny_mistral", "tiny_gemma3", "gpt_oss", "gemma2"]
     OTHERS = ["tiny_llama3", "tiny_olmo2", "glm4", "smollm3", "deepseek_v3"]
+    TRIALS += [Trial("olmo3", Stack(ulysses=2, tile=9), WINDOW, rows=2, seed=8)]
     TRIALS += [
         Trial(model, stack, WINDOW if model in WINDOWED else {}, rows=2, seed=seed)
         for seed, (model, stack) in enumerate(product(WINDOWED + OTHERS, STACKS), 100)
