@@ -1,16 +1,18 @@
-"""The benchmark that compares recipes still runs: on a CPU, with a model of no consequence."""
+"""Benchmarks still run: on a CPU, with a model of no consequence."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "side_by_side.py"
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SCRIPT = FOLDER / "side_by_side.py"
 
 
 def side_by_side(out: Path, *arguments: str) -> tuple[list[list[str]], list[dict]]:
@@ -41,3 +43,25 @@ def test_a_rank_of_many(tmp_path: Path):
     assert row[:2] == ["64", "streamed"] and record["status"] == "ok"
     assert 0 < record["fixed"] < record["seconds"]  # time outside the layers is known, and not scaled with them
     assert record["tokens_per_second"] > record["at_least"] > 0
+
+
+def test_states_on_either_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """In this process: another would take five seconds to begin."""
+    words = [
+        "--model",
+        "tiny_llama",
+        "--context",
+        "64",
+        "--cpu",
+        "--steps",
+        "1",
+        "--layers",
+        "1",
+        "--accumulation",
+        "2",
+    ]
+    monkeypatch.setattr(sys, "argv", ["states.py", *words])
+    runpy.run_path(str(FOLDER / "states.py"), run_name="__main__")
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in lines] == ["states", "device", "host"] and {len(line) for line in lines} == {10}
+    assert lines[1][-1] == "0 B" and float(lines[2][3].split()[0]) < float(lines[2][1].split()[0])

@@ -19,8 +19,8 @@ from ithaca.planner.search import plan
 from ithaca.planner.text import describe
 
 NAMES = [
-    "llama31_8b_lora_256k_1x24gb", "llama32_3b_3m_8xh100", "llama3_8b_1m_8xh100", "llama3_8b_5m_8xh100",
-    "llama3_8b_64k_8xh100",
+    "llama31_8b_lora_256k_1x24gb", "llama32_3b_3m_8xh100", "llama3_8b_1m_8xh100", "llama3_8b_256k_1xh100",
+    "llama3_8b_2m_1xh200", "llama3_8b_5m_8xh100", "llama3_8b_64k_8xh100",
     "qwen3_32b_4m_16xh100", "qwen3_4b_512k_1xh200", "qwen3_8b_1m_8xh100", "tiny_cpu",
 ]  # fmt: skip
 CONTEXTS = {
@@ -29,6 +29,7 @@ CONTEXTS = {
     "256k": 2**18,
     "512k": 2**19,
     "1m": 2**20,
+    "2m": 2**21,
     "3m": 3 * 2**20,
     "4m": 2**22,
     "5m": 5 * 2**20,
@@ -95,7 +96,10 @@ def test_a_recipe_fits_the_hardware_it_is_named_for(name: str):
         asked = {**requested(config), "context": context}
         found = plan(MODELS[Path(config.model.folder).name], gpus=hardware, stack=config.stack.chosen, **asked)
         assert found.fits, describe(found)[0]
-        assert (found.job.lora, found.job.offload) == (16 if config.model.lora else 0, config.train.offload_optimizer)
+        assert (found.job.lora, found.job.offload) == (
+            16 if config.model.lora else 0,
+            bool(config.train.offload_optimizer),
+        )
 
 
 def test_the_demo_and_the_two_node_run():

@@ -33,7 +33,7 @@ def test_the_block_for_real(tmp_path: Path):
     if not torch.cuda.is_available():
         assert block["attention"]["cpu"] == "ok" and block["attention"]["auto takes"] == "cpu"
         assert "needs a CUDA device" in block["attention"]["flash"]
-    for name in ("memory", "cpus", "locked memory", "/dev/shm", "temporary disk"):
+    for name in ("memory", "memory speed", "states", "cpus", "locked memory", "/dev/shm", "temporary disk"):
         assert block["host"][name]
     host = socket.gethostname()
     assert str(tmp_path) not in done.stdout and (host == "localhost" or host not in done.stdout)

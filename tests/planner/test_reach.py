@@ -85,10 +85,17 @@ def test_what_was_taken_and_from_where(file: Path, capsys: pytest.CaptureFixture
 def test_options_of_the_plan_are_settings_of_the_run(file: Path, capsys: pytest.CaptureFixture[str]):
     file.write_text(RUN)
     options = "--accumulation 1 --optimizer adamw8bit --lora 4 --lora-targets q_proj,v_proj --synchronous --set tile=2K"
-    _, out, _ = run(capsys, "run.yaml", "--gpus", "2xA100", "--json", "--deterministic", *options.split())
+    _, out, _ = run(
+        capsys, "run.yaml", "--gpus", "2xA100", "--json", "--deterministic", "--no-offload-optimizer", *options.split()
+    )
     said = json.loads(out)
     assert (said["optimizer"], said["lora"], said["lora_targets"]) == ("adamw8bit", 4, ["q_proj", "v_proj"])
-    assert said["accumulation"] == 1 and said["snapshot"] == 0 and said["stack"]["tile"] == 2048
+    assert (
+        said["accumulation"] == 1
+        and said["offload_optimizer"] is False
+        and said["snapshot"] == 0
+        and said["stack"]["tile"] == 2048
+    )
 
 
 @pytest.mark.parametrize("name", recipe_names())

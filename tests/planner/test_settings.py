@@ -19,7 +19,7 @@ from ithaca.planner.config import hf_config, requested
 from ithaca.planner.dry_run.run import dry_run
 from ithaca.planner.memory import predict
 from ithaca.planner.search import plan
-from ithaca.planner.speed import HOST_RATE, UPDATED
+from ithaca.planner.speed import BOTH_WAYS, HOST_RATE
 from ithaca.stack import Stack
 
 K = 2**10
@@ -192,7 +192,17 @@ def test_states_on_the_host_take_its_time_and_its_memory():
     states = away.job.trained * (4 + 4 + 8)
     assert here.memory.offloaded == 0 and states <= away.memory.offloaded <= 2 * states
     assert away.peak < here.peak - 0.7 * states and away.host >= here.host + away.memory.offloaded
-    assert away.speed.parts["optimizer"] == pytest.approx(UPDATED * away.job.trained / HOST_RATE)
+    link = away.hardware.gpu.pcie
+    update = away.job.trained * (4 / link + 16 / (BOTH_WAYS * link))  # the norm, then what is updated
+    assert away.speed.parts["optimizer"] == pytest.approx(update)
+    four = plan("qwen3_4b", stack=Stack(), offload_optimizer=True, rows=4, accumulation=4, **options)
+    sums = 3 * away.job.trained * 8 / (BOTH_WAYS * link)
+    assert four.speed.parts["optimizer"] == pytest.approx(update + sums)
+    assert four.memory.offloaded - away.memory.offloaded >= 4 * away.job.trained  # gradients, and their sum
+    eight = plan("qwen3_4b", stack=Stack(ulysses=8), offload_optimizer=True, **{**options, "gpus": "8xH100"})
+    assert eight.speed.parts["optimizer"] == pytest.approx(
+        away.job.trained * (4 + 28) / HOST_RATE
+    )  # one memory for all
     assert here.speed.parts["optimizer"] == 0 and away.speed.parts["pcie"] > here.speed.parts["pcie"]
     small = plan("qwen3_4b", stack=Stack(), offload_optimizer=True, **{**options, "host": "32GB"})
     assert not small.fits and small.shortages[0].startswith("host memory")
@@ -216,9 +226,20 @@ def test_a_reference_is_a_forward_more():
 def test_what_did_not_fit_fits_with_its_states_on_the_host():
     """And `stack: auto` is not refused for it."""
     options = dict(gpus="1xA100-80GB", context="32K", host="512GB")
-    without = plan("qwen3_8b", **options)
+    without = plan("qwen3_8b", offload_optimizer=False, **options)
     assert not without.fits and any("train.offload_optimizer: true" in each for each in without.advice)
-    assert plan("qwen3_8b", offload_optimizer=True, **options).fits
+    moved, asked = plan("qwen3_8b", **options), plan("qwen3_8b", offload_optimizer=True, **options)
+    assert moved.fits and moved.job == asked.job and moved.memory == asked.memory
+    assert moved.reasons[:-1] == asked.reasons and moved.reasons[-1][:2] == ("train.offload_optimizer", True)
+    assert moved.peak < without.budget < without.peak
+    for kept in (
+        dict(shard_parameters=False),
+        dict(optimizer="muon"),
+        dict(stack=without.stack),
+    ):  # nothing to move, or all said
+        assert not plan("qwen3_8b", **kept, **options).job.offload
+    with pytest.raises(ValueError, match="adamw8bit' makes states small on the GPU"):
+        plan("qwen3_8b", optimizer="adamw8bit", offload_optimizer=True, **options)
     few, all_of_them = (
         plan("llama31_8b", gpus="1xRTX4090", context="32K", lora=256, lora_targets=targets, stack=Stack(store="host"))
         for targets in (QV, requested(ADAPTED)["lora_targets"])

@@ -46,6 +46,6 @@ def test_host_memory():
 
 
 def test_where_nothing_is_smaller_it_says_what_else():
-    found = plan("llama3_8b", gpus="1xH100", context="1K")
+    found = plan("llama3_8b", gpus="1xH100", context="1K", offload_optimizer=False)
     text = gpu_shortage(found, found.allocated)
-    assert "nothing smaller would fit" in text and "LoRA" in text
+    assert "nothing smaller would fit" in text and "train.offload_optimizer: true" in text and "LoRA" in text

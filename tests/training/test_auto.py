@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ithaca.base.exits import Failed
+from ithaca.base.run_folder import RunFolder
 from ithaca.cli.main import main
 from ithaca.config import load
-from ithaca.config.schema import Lora, Model
+from ithaca.config.schema import Lora, Model, StackOptions
 from ithaca.engine import build
 from ithaca.engine.attention.choice import kernels_here
 from ithaca.planner.config import hf_config
-from ithaca.training import automatic
+from ithaca.training import automatic, trainer
 from ithaca.training.automatic import automatic_stack, hardware_here, planned
 
 CUDA = torch.device("cuda", 0)
@@ -91,7 +93,7 @@ def test_what_a_run_is_asked_for_reaches_the_planner(tmp_path: Path, eight, monk
     eight("NVIDIA GeForce RTX 4090", 25.3e9, major=8)
     hf, asked = hf_config("llama3_8b"), dict(context="64K", lora="{rank: 8, targets: [q_proj, lm_head]}")
     with pytest.raises(Failed, match="does not fit"):
-        automatic_stack(config(tmp_path, context="64K"), hf, 1, CUDA)
+        automatic_stack(config(tmp_path, context="64K", train="offload_optimizer: false"), hf, 1, CUDA)
     found = planned(config(tmp_path, **asked, rows=4, train="accumulation: 2, offload_optimizer: true"), hf, 1, CUDA)
     job = found.job
     assert found.fits and (job.lora, job.targets, job.offload) == (8, ("q_proj", "lm_head"), True)
@@ -149,3 +151,18 @@ def test_a_model_without_arithmetic_is_planned_by_a_dry_run(tmp_path: Path, eigh
     assert planned(config(tmp_path, rows=2), hf_config("gpt_oss_20b"), 8, CUDA) is None
     assert asked["config"].model_type == "gpt_oss" and asked["gpus"].gpu.probed == ("cudnn", "flash")
     assert (asked["context"], asked["rows"], asked["gpus"].count, asked["stack"]) == (2**20, 2, 8, None)
+
+
+def test_states_wait_on_the_host_where_nothing_else_fits(tmp_path: Path, eight, monkeypatch: pytest.MonkeyPatch):
+    """And the run is written down so. With a stack that is given they stay where they are."""
+    eight("NVIDIA H100 80GB HBM3", 84.9e9)
+    monkeypatch.setattr(trainer, "device_of", lambda config: CUDA)
+    unused: Any = None
+    asked = config(tmp_path, context="64K")
+    run = trainer.Trainer(asked, RunFolder(tmp_path), unused, 0, None, unused)
+    assert run.plan is not None and run.plan.fits and run.plan.job.offload
+    assert run.config.train.offload_optimizer is True and run.config.stack.chosen == run.plan.stack
+    assert "offload_optimizer: true  # auto" in run.text
+    given = replace(asked, stack=StackOptions.of(run.stack, None))
+    run = trainer.Trainer(given, RunFolder(tmp_path), unused, 0, None, unused)
+    assert run.config.train.offload_optimizer is False and run.plan is not None and not run.plan.fits

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
@@ -15,8 +16,10 @@ from typing import Any
 from ..base.gpu_sharing import nccl_version
 from ..base.units import format_bytes
 from ..base.versions import too_old
+from ..planner.plan import HOST_SHARE
 
 _CORE = ("torch", "transformers", "triton", "numpy", "safetensors")
+_STATES = 16  # bytes of a trained weight: master, gradient, two averages
 _HEAD_DIM = 128  # of most models; kernels are asked about it
 
 
@@ -58,6 +61,9 @@ def gpus() -> dict[str, Any]:
             f"{about.name}, {format_bytes(about.total_memory)} ({format_bytes(free)} free), "
             f"{links.get(index, 'link unknown')}"
         )
+    if count:
+        to, back = _copy_rates()
+        facts["copies"] = f"{to / 1e9:.0f} GB/s from pinned host memory, {back / 1e9:.0f} GB/s back (gpu 0)"
     return facts
 
 
@@ -68,10 +74,14 @@ def host() -> dict[str, Any]:
 
         memory = psutil.virtual_memory()
         facts["memory"] = f"{format_bytes(memory.total)} ({format_bytes(memory.available)} free)"
+        weights = HOST_SHARE * memory.available / _STATES / 1e9
+        facts["states"] = f"room for those of {weights:.1f}B trained weights (train.offload_optimizer)"
     except Exception as error:
         facts["memory"] = f"broken: {type(error).__name__}: {error}"
     with suppress(OSError, ValueError):  # no such group, or no limit ("max")
         facts["memory limit"] = format_bytes(int(Path("/sys/fs/cgroup/memory.max").read_text())) + " (container)"
+    with suppress(ImportError):
+        facts["memory speed"] = f"{_memory_rate() / 1e9:.0f} GB/s, read and written by one core"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpus"] = f"{os.cpu_count()} ({usable} usable)"
     facts["locked memory"] = _limit("RLIMIT_MEMLOCK", format_bytes)
@@ -169,6 +179,36 @@ def _limit(name: str, form: Callable[[int], str]) -> str:
 
     soft = resource.getrlimit(getattr(resource, name))[0]
     return "unlimited" if soft == resource.RLIM_INFINITY else form(soft)
+
+
+def _memory_rate() -> float:
+    """Bytes a second that a core reads and writes; the best of three."""
+    import numpy as np
+
+    source, to = np.ones((2, 2**23))
+    return 2 * source.nbytes / min(_seconds(lambda: np.copyto(to, source)) for _ in range(3))
+
+
+def _copy_rates() -> tuple[float, float]:
+    """Bytes a second to the first GPU and back; the best of three."""
+    import torch
+
+    here = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    there = here.to("cuda:0")
+
+    def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(0)
+
+    ways = ((there, here), (here, there))
+    to, back = (here.nbytes / min(_seconds(lambda way=way: copy(*way)) for _ in range(3)) for way in ways)
+    return to, back
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:

@@ -85,7 +85,9 @@ def add_request(parser: Any, *, run: bool = False) -> None:
     )
     parser.add_argument("--optimizer", help="adamw, adamw8bit or muon (default adamw)")
     parser.add_argument(
-        "--offload-optimizer", action="store_true", help="weights, gradients and states wait in host memory"
+        "--offload-optimizer",
+        action=argparse.BooleanOptionalAction,
+        help="weights, gradients and states wait in host memory (default: where nothing else fits)",
     )
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
     parser.add_argument(
@@ -306,6 +308,7 @@ def _words(options: argparse.Namespace, context: int | None = None, more: str | 
     words |= {"context": options.context if context is None else format_tokens(context)}
     words |= {"synchronous": not words.pop("asynchronous"), "stack": ",".join([*pairs, *([more] if more else [])])}
     usual = {"rows": 1, "accumulation": 1, "optimizer": "adamw"}
+    words["offload_optimizer"] = {True: "yes", False: "no", None: None}[words["offload_optimizer"]]
     return {
         name: "yes" if value is True else str(value)
         for name, value in words.items()

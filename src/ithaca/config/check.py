@@ -249,6 +249,12 @@ def _train(config: Config) -> Iterator[Problem]:
         yield from _decay(train)
     if train.optimizer == "muon":
         yield from _muon(config)
+    if train.optimizer == "adamw8bit" and train.offload_optimizer:
+        yield (
+            ("train.optimizer", "train.offload_optimizer"),
+            "train.optimizer=adamw8bit makes states small on the GPU, and train.offload_optimizer takes them off it; drop one (on "
+            "the host AdamW has its states in fp32, which take none of the GPU)",
+        )
     if train.min_lr > train.lr:
         yield ("train.min_lr", "train.lr"), f"train.min_lr={train.min_lr} is above train.lr={train.lr}; lower it"
     for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "z_loss", "label_smoothing"):

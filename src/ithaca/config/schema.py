@@ -288,7 +288,11 @@ class Train:
         "same lr and decay; embedding, head, norms and biases have AdamW.",
         choices=("adamw", "adamw8bit", "muon"),
     )
-    offload_optimizer: bool = option(False, "Master weights and optimizer states wait in host memory.")
+    offload_optimizer: bool | None = option(
+        None,
+        "Master weights, gradients and optimizer states wait in host memory, and a layer at a time comes to the GPU. null: only "
+        "where `stack: auto` finds that the run does not fit otherwise.",
+    )
     lr: float = option(1e-5, "Largest learning rate.", above=0)
     min_lr: float = option(0.0, "Learning rate at the last step.", least=0)
     schedule: str = option(

@@ -146,7 +146,7 @@ def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run
         model = cast_parameters(model, dtype)
     return prepare(
         model, stack, device=device, dtype=dtype, weights=weights, scratch=config.stack.scratch,
-        offload_parameters=config.train.offload_optimizer, seed=config.train.seed + 1,
+        offload_parameters=bool(config.train.offload_optimizer), seed=config.train.seed + 1,
     )  # fmt: skip
 
 

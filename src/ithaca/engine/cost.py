@@ -12,7 +12,7 @@ from math import lcm
 
 from .attention.cost import AttentionCost, Bytes
 from .job import Job
-from .limits import BF16, FP32, HOLD_BYTES, PROJECTION_TILES, TABLE_BYTES, TILES_PER_PIECE
+from .limits import BF16, BLOCK, FP32, HOLD_BYTES, PROJECTION_TILES, SLOTS, TABLE_BYTES, TILES_PER_PIECE
 from .offload.cost import pinned
 
 INT64 = 8
@@ -84,7 +84,19 @@ class RankCost:
 
     @property
     def offloaded(self) -> int:
-        """Weights and gradients of a rank in pinned host memory, and the optimizer's states beside them."""
+        """Weights and gradients of a rank in pinned host memory, and the optimizer's states beside them. With several micro-batches
+        the gradients of one, and the sum of those before it."""
+        trained, frozen = self._tensors
+
+        def held(groups: list[tuple[int, int]], size: int) -> int:
+            return sum(times * pinned(weights * size) for times, weights in groups)
+
+        weights_and_gradients = (3 if self.job.accumulation > 1 else 2) * held(trained, self.master)
+        return weights_and_gradients + held(frozen, BF16) + self.states
+
+    @property
+    def _tensors(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Those that are trained and those that are frozen: how many, and the weights of a shard of one."""
         model, job, rank = self.model, self.job, self.job.lora
         tables = [(model.vocabulary, model.hidden)] * (1 if model.tied else 2)
         base = [(model.layers, model.layer_tensors), (1, [*tables, (model.hidden, 1)])]
@@ -93,16 +105,11 @@ class RankCost:
             rows, columns = model.linears[name]
             adapters.append((1 if name == "lm_head" else model.layers, [(rank, columns), (rows, rank)]))
         trained, frozen = (adapters, base) if rank else (base, [])
-
-        def held(groups: list[tuple[int, list[tuple[int, int]]]], size: int) -> int:
-            return sum(
-                times * pinned(-(-rows // self.shards) * columns * size)
-                for times, shapes in groups
-                for rows, columns in shapes
-            )
-
-        weights_and_gradients = 2 * held(trained, self.master)
-        return weights_and_gradients + held(frozen, BF16) + self.states
+        shards = [
+            [(times, -(-rows // self.shards) * columns) for times, shapes in groups for rows, columns in shapes]
+            for groups in (trained, frozen)
+        ]
+        return shards[0], shards[1]
 
     # -- FSDP2 ----------------------------------------------------------------------------------------------------------
 
@@ -128,10 +135,14 @@ class RankCost:
         return {"gradients": self.on_device * (weights // self.shards * self.master)}
 
     def updating(self) -> Bytes:
-        """What Muon works on, one matrix at a time (muon.py)."""
-        if self.job.optimizer != "muon":
+        """What Muon works on, one matrix at a time (muon.py), and states that wait on the host, in blocks (host_adamw.py)."""
+        if self.job.optimizer == "muon":
+            return {"fsdp": 5 * BF16 * max(rows * columns for rows, columns in self.job.matrices)}
+        if self.on_device:
             return {}
-        return {"fsdp": 5 * BF16 * max(rows * columns for rows, columns in self.job.matrices)}
+        weight_averages_gradient = 4 * FP32
+        largest = max(weights for _, weights in self._tensors[0])
+        return {"optimizer": SLOTS * weight_averages_gradient * min(BLOCK, largest)}
 
     def reducing(self, weights: int, beside: int) -> int:
         """Gradients on their way to their shards: in fp32, what is there beside them, and this rank's part of the sum."""

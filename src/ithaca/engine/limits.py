@@ -30,6 +30,10 @@ TABLE_BYTES = 2**27
 NEWTON_SCHULZ = 5
 """Iterations that make Muon's update of a matrix nearly orthogonal."""
 
+BLOCK, SLOTS = 2**24, 3
+"""Weights of a block that is updated on the GPU while its like waits on the host, and how many blocks are there at once: one comes,
+one is updated, one goes. 64 MB of each tensor run at the full rate of the link."""
+
 SHORTEST_LOSS_TILE = 256
 LOGITS = {True: 2**29, False: 2**27}
 """Elements of a tile of logits: near 1 GB in bf16 where one tensor is all there is (one kernel makes loss and gradient), and near

@@ -54,16 +54,22 @@ class Mesh:
         """Where shards of parameters live."""
         return torch.device("cpu") if self.offload else self.device
 
+    @property
+    def ranks_here(self) -> int:
+        """Of this host, which share its memory."""
+        ranks, said = self.world.size, os.environ.get("LOCAL_WORLD_SIZE", "")
+        cuda = self.device.type == "cuda"
+        on_this_host = int(said) if said.isdecimal() and int(said) else torch.cuda.device_count() if cuda else ranks
+        return min(ranks, on_this_host)
+
 
 def build_mesh(stack: Stack, device: torch.device, offload: bool = False) -> Mesh:
     """Lay the world out for `stack`. Without a process group the world is this one process."""
-    if offload and (device.type != "cuda" or not stack.shard_parameters):
-        why = (
-            "there is no GPU to offload from"
-            if device.type != "cuda"
-            else "shard_parameters=False keeps them whole there"
+    if offload and not stack.shard_parameters:
+        raise ValueError(
+            "offload_parameters=True moves shards from the GPU to the host, but shard_parameters=False keeps parameters whole "
+            "there; switch one off"
         )
-        raise ValueError(f"offload_parameters=True moves parameters from the GPU to the host, but {why}; switch it off")
     world = dist.get_world_size() if dist.is_initialized() else 1
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > 1 and not dist.is_initialized():

@@ -4,20 +4,22 @@ The learning rate is a pure function of the step, not an object with a state of 
 step, and a longer run is a matter of one number.
 
 The norm that gradients are clipped by is that of the whole gradient: every rank adds up the squares of its shards, one
-all-reduce adds those, and every rank scales by the same number. Replicas hold equal gradients, so they count once.
+all-reduce adds those, and every rank scales by the same number. Replicas hold equal gradients, so they count once. Squares are
+added in float64, so that neither ranks nor blocks (host_adamw.py) change the number.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..base.holding import module_holds
 from ..config.schema import Train, in_steps
+from .host_adamw import HostAdamW, local_part, total_norm
 from .muon import Muon, matrices_of
 
 EIGHT_BIT = "train.optimizer: adamw8bit needs the package torchao (pip install torchao); or use adamw"
@@ -33,8 +35,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, train: Train, compute: torch.dtype = torch.float32) -> torch.optim.Optimizer:
-    """compute: what the model computes in, for updates that are more than a sum."""
+def build_optimizer(
+    model: nn.Module, train: Train, compute: torch.dtype = torch.float32, device: torch.device | None = None
+) -> torch.optim.Optimizer:
+    """compute: what the model computes in, for updates that are more than a sum. device: what updates states that wait on the host
+    (train.offload_optimizer)."""
     groups = parameter_groups(model, train.weight_decay)
     settings: dict[str, Any] = dict(lr=train.lr, betas=train.betas, eps=train.eps)
     if train.optimizer == "adamw8bit":
@@ -45,6 +50,8 @@ def build_optimizer(model: nn.Module, train: Train, compute: torch.dtype = torch
         return AdamW8bit(groups, **settings)
     if train.optimizer == "muon":
         return _muon(model, groups, compute, settings)
+    if train.offload_optimizer:
+        return HostAdamW(groups, device=device or torch.device("cpu"), **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
@@ -103,8 +110,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def global_norm(grads: list[Tensor]) -> Tensor:
     """Of all gradients on all ranks together."""
-    total = torch.nn.utils.get_total_norm(grads, error_if_nonfinite=False)
-    return total.full_tensor() if isinstance(total, DTensor) else total
+    norms = [torch.linalg.vector_norm(local_part(grad), dtype=torch.float64) for grad in grads]
+    return total_norm(norms, grads) if grads else torch.zeros(())
 
 
 @torch.no_grad()
@@ -112,6 +119,31 @@ def clip(grads: list[Tensor], norm: Tensor, most: float | None) -> None:
     """Scale gradients so that their norm is at most `most`. Without asking the GPU for the number."""
     if most is None or not grads:
         return
-    scale = torch.clamp(most / (norm + 1e-6), max=1.0)
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    scale = _scale(norm, most)
+    local = [local_part(grad) for grad in grads]
     torch._foreach_mul_(local, scale.to(local[0].device))
+
+
+def _scale(norm: Tensor, most: float) -> Tensor:
+    return torch.clamp(most / (norm + 1e-6), max=1.0)
+
+
+def backward(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients of a micro-batch, added to those of the ones before."""
+    with optimizer.adding() if isinstance(optimizer, HostAdamW) else nullcontext():
+        loss.backward()
+
+
+def norm_of(grads: list[Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
+    """Of all gradients on all ranks together, wherever they wait."""
+    return optimizer.norm(grads) if isinstance(optimizer, HostAdamW) else global_norm(grads)
+
+
+def update(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, most: float | None) -> None:
+    """By gradients of this norm, clipped to `most`."""
+    if isinstance(optimizer, HostAdamW):  # which scales them when they are there
+        optimizer.scale = None if most is None else _scale(norm, most)
+    else:
+        clip(grads, norm, most)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -9,15 +9,19 @@ from typing import cast
 import torch
 from torch import nn
 
+from ..base.exits import MEMORY, Failed
 from ..stack import Stack, require
 from .assemble import adapter_starts, assemble
 from .attention.choice import Kernels
+from .limits import FP32
 from .mesh import Mesh, build_mesh
 from .model.adapter import Decoder, base_model, read_model
 from .model.families import FAMILIES
 from .objective.cross_entropy import LossKernel
 from .offload.choice import open_store
-from .offload.store import GpuStore, StoreKind
+from .offload.cost import pinned
+from .offload.host import available_memory
+from .offload.store import GpuStore, StoreKind, human_bytes
 from .own import OwnDecoder, read_own
 from .proof import require_proof
 from .ranks import on_all_ranks, world_group
@@ -53,6 +57,8 @@ def prepare(
         require_proof(decoder)
     device = _device(model, device)
     mesh = build_mesh(stack, device, offload_parameters)
+    if mesh.offload:
+        on_all_ranks(mesh.world, lambda: require_host_room(model, mesh))
     compute = dtype or _compute_dtype(decoder, stack, device)
     _check_dtype(model, mesh, compute)
     folder = None if scratch is None else Path(scratch)
@@ -102,6 +108,31 @@ def _check_weights(model: nn.Module, weights: str | Path | Callable[[Run], None]
         raise ValueError(
             f"adapters on the meta device start as with init_lora_weights=True or 'gaussian', not {adapter_starts(model)}, which "
             "need the base first; choose one of the two, or build base and adapters on a real device and drop weights="
+        )
+
+
+def require_host_room(model: nn.Module, mesh: Mesh) -> None:
+    """Failed, before anything is loaded, if weights, gradients and AdamW's averages of this host's ranks are more than its memory.
+    What FSDP2 pins comes in powers of two; of a model that is here already the weights are counted once more, for they are
+    copied."""
+    assert mesh.parameters is not None
+    shards, need, trained = mesh.parameters.size(-1), 0, 0
+    for parameter in model.parameters():
+        rows = -(-parameter.shape[0] // shards) if parameter.dim() else 1
+        weights = rows * (parameter.numel() // max(parameter.shape[0], 1)) if parameter.dim() else 1
+        if parameter.requires_grad:
+            size = max(parameter.element_size(), FP32)
+            need += 2 * pinned(weights * size) + 2 * weights * size
+            trained += weights
+        else:
+            need += pinned(weights * parameter.element_size())
+    need, available = need * mesh.ranks_here, available_memory()
+    if need > available:
+        raise Failed(
+            MEMORY,
+            f"weights, gradients and optimizer states of {trained * shards:,} trained weights take {human_bytes(need)} of host "
+            f"memory here (train.offload_optimizer, ranks on this host: {mesh.ranks_here}), and {human_bytes(available)} are "
+            "available: use more hosts, a host with more memory, model.lora, or keep them on the GPU",
         )
 
 

@@ -11,7 +11,6 @@ their global count. Every rank returns the same value, and backward leaves gradi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -409,11 +408,7 @@ class Run:
 
     def _ask_for_room(self, need: int) -> None:
         """need: bytes of this rank, and of every other."""
-        ranks, said = self.mesh.world.size, os.environ.get("LOCAL_WORLD_SIZE", "")
-        cuda = self.mesh.device.type == "cuda"
-        on_this_host = int(said) if said.isdecimal() and int(said) else torch.cuda.device_count() if cuda else ranks
-        per_host = min(ranks, on_this_host)
-        on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * per_host), _no_room)
+        on_all_ranks(self.mesh.world, lambda: self.store.reserve(need * self.mesh.ranks_here), _no_room)
 
     def _balance_loss(self, routing: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:
         """This rank's part of the router's balance loss over all tokens of the batch and all layers (Switch, eq. 4-6)."""

@@ -71,7 +71,7 @@ def run_yaml(plan: Plan, model: str, *, kernel: str | None = None, steps: int | 
     ]
     lines += ["stack:", *(f"  {name}: {as_yaml(stack.words(name))}" for name in said)]
     lines += ["train:", f"  steps: {steps or STEPS}{'' if steps else '  # yours'}", f"  rows: {job.rows}"]
-    given = {"accumulation": job.accumulation, "optimizer": job.optimizer, "offload_optimizer": job.offload}
+    given = {"accumulation": job.accumulation, "optimizer": job.optimizer, "offload_optimizer": job.offload or None}
     given["deterministic"] = bool(job.processors)
     usual = {field.name: field.default for field in fields(Train)}
     lines += [f"  {name}: {as_yaml(value)}" for name, value in given.items() if value != usual[name]]

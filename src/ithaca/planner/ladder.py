@@ -98,6 +98,7 @@ def ladder(what: str, *, gpus: str | Hardware, context: int | str, layers: int |
     found = plan(model, gpus=hardware, context=context, advise=False, **options)
     _ = found.speed  # a GPU without a rate is refused here: a ladder is of memory and time
     best = found.stack
+    options["offload_optimizer"] = found.job.offload  # the same on every rung
     pinned = {field.name: options.pop(field.name) for field in fields(Stack) if field.name in options}
 
     def look(stack: Stack) -> Plan:

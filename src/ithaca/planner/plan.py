@@ -29,6 +29,7 @@ class Plan:
     reasons: list[tuple[str, Any, str]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     around: bool = True  # count what surrounds tensors on a GPU; CPU tensors have nothing around them
+    may_offload: bool = False  # nobody has said where weights and states wait
     executed: int = 0  # layers that a dry run has executed to count this; 0 = arithmetic
 
     @property
@@ -146,7 +147,7 @@ class Plan:
             )
         if job.offload and self.predicted:
             assumptions.append(
-                f"AdamW on the host at {format_bytes(HOST_RATE)} a second a machine, all its ranks together"
+                f"states come from host memory and go back at {format_bytes(HOST_RATE)} a second a machine, all its ranks together"
             )
         if job.processors and self.predicted:
             assumptions.append("deterministic kernels are as fast as others, which they are not")

@@ -177,8 +177,9 @@ def taken(loaded: Loaded, hardware: Hardware | None, said: str) -> list[Taken]:
     if train.accumulation > 1:
         rows.append(("accumulation", f"{train.accumulation:,}", _place(loaded, "train.accumulation")))
     rows.append(("optimizer", train.optimizer, _place(loaded, "train.optimizer")))
-    if train.offload_optimizer:
-        rows.append(("offload_optimizer", "true", _place(loaded, "train.offload_optimizer")))
+    if train.offload_optimizer is not None:
+        said_so = "true" if train.offload_optimizer else "false"
+        rows.append(("offload_optimizer", said_so, _place(loaded, "train.offload_optimizer")))
     if config.model.lora is not None:
         rows.append(("lora", f"rank {config.model.lora.rank}", _place(loaded, "model.lora")))
     stack = "auto: searched" if config.stack.auto else "kept as it is given"
@@ -203,7 +204,8 @@ def overrides_of(options: Any) -> list[str]:
     """What the planner's own options mean in a run's config."""
     settings: list[tuple[str, Any]] = [
         ("data.context", options.context), ("train.rows", options.rows), ("train.accumulation", options.accumulation),
-        ("train.optimizer", options.optimizer), ("train.offload_optimizer", options.offload_optimizer and "true"),
+        ("train.optimizer", options.optimizer),
+        ("train.offload_optimizer", {True: "true", False: "false", None: None}[options.offload_optimizer]),
         ("train.deterministic", options.deterministic and "true"), ("model.lora.rank", options.lora or None),
         ("model.lora.targets", options.lora_targets and f"[{options.lora_targets}]"),
         ("checkpoint.asynchronous", None if options.asynchronous else "false"),

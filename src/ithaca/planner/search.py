@@ -5,7 +5,8 @@
 Every combination of the stack's fields that can work is timed by arithmetic (speed.py), and in that order asked for its memory
 (memory.py) until one fits the GPU, the host and the disk; of a family whose leanest does not, no other is asked. Where only the
 host or the disk is too small, upper layers keep theirs on the GPU, as many as it takes. Where the winner has no room to keep the
-attention output of every layer, it keeps that of as many as there is room for. Fields that are given stay as they are.
+attention output of every layer, it keeps that of as many as there is room for. Fields that are given stay as they are. Where
+nothing fits and nobody has said where weights and states wait (offload_optimizer), all is asked once more with them on the host.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def plan(
     host: int | str | None = None,
     disk: int | str | None = None,
     optimizer: str = "adamw",
-    offload_optimizer: bool = False,
+    offload_optimizer: bool | None = None,
     lora: int = 0,
     lora_targets: tuple[str, ...] = LINEARS,
     accumulation: int = 1,
@@ -67,12 +68,12 @@ def plan(
 
     model: a preset's name, a folder with config.json, or its sizes. gpus: "8xH100-80GB". host, disk: memory and scratch space of
     one machine; not given, what is usual is assumed and said (`Plan.assumed`), and no disk is used unless the stack asks for one.
-    rows: of an optimizer step, over all GPUs and `accumulation` micro-batches. optimizer, offload_optimizer, lora (the rank),
-    lora_targets, asynchronous (checkpoints), deterministic, objective: as in a run's config. reference: whether the base scores the
-    rows of every step. kernel: attention kernel; None = the engine's
-    choice. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit:
-    whether something fits, not the fastest. config: Hugging Face's, where `model` is but a name. say: told of each dry run. pinned:
-    fields of Stack that must stay as given.
+    rows: of an optimizer step, over all GPUs and `accumulation` micro-batches. offload_optimizer: None = where a search finds that
+    nothing else fits. optimizer, lora (the rank), lora_targets, asynchronous (checkpoints), deterministic, objective: as in a run's
+    config. reference: whether the base scores the rows of every step. kernel: attention kernel; None = the engine's choice. stack:
+    a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit: whether something
+    fits, not the fastest. config: Hugging Face's, where `model` is but a name. say: told of each dry run. pinned: fields of Stack
+    that must stay as given.
     """
     given = stack or Stack(**_known(pinned))
     if isinstance(model, str) and (config is not None or is_own(model, given)):
@@ -92,6 +93,8 @@ def plan(
         problems.append(
             "optimizer='muon' works on whole matrices on the GPU: not of adapters or experts, nor with offload_optimizer"
         )
+    if optimizer == "adamw8bit" and offload_optimizer:
+        problems.append("optimizer='adamw8bit' makes states small on the GPU, and offload_optimizer takes them off it")
     require(problems, f"no plan for {sizes.name}")
     hardware = (
         replace(
@@ -107,19 +110,28 @@ def plan(
     whole, windowed = kernels_for(sizes, hardware.gpu, kernel)
     job = Job(
         sizes, given, tokens, hardware.count, rows, whole, windowed, optimizer=optimizer, lora=lora,
-        targets=tuple(lora_targets), offload=offload_optimizer, accumulation=accumulation, asynchronous=asynchronous,
+        targets=tuple(lora_targets), offload=bool(offload_optimizer), accumulation=accumulation, asynchronous=asynchronous,
         units=objective != "sft", reference=reference, processors=hardware.gpu.processors if deterministic else 0,
     )  # fmt: skip
+    may_offload = offload_optimizer is None and stack is None and given.shard_parameters and optimizer == "adamw"
     if config is not None:
         require(given.violations(), f"no plan for {sizes.name}")
         if stack is not None:
             return counted(replace(job, stack=replace(stack, engine="module")), hardware, config)
-        return first_that_fits(job, hardware, config, pinned, kernel=kernel, only_fit=only_fit, say=say)
+        found = first_that_fits(job, hardware, config, pinned, kernel=kernel, only_fit=only_fit, say=say)
+        if found.fits or not may_offload or found.shares["GPU memory"] <= 1:
+            return found
+        away = first_that_fits(
+            replace(job, offload=True), hardware, config, pinned, kernel=kernel, only_fit=only_fit, say=say
+        )
+        return _moved(away) if away.fits else found
     _ = job.trained  # a target that the model does not have is refused here
     if stack is not None:
         found = look(job, hardware)
     else:
-        found = fastest(job, hardware, kernel=kernel, advise=advise, only_fit=only_fit, **pinned)
+        found = fastest(
+            job, hardware, kernel=kernel, advise=advise, only_fit=only_fit, may_offload=may_offload, **pinned
+        )
     return (
         found if hardware.gpu.cuda else replace(found, predicted=None)
     )  # scaled rates may order stacks, not tell a time
@@ -139,9 +151,11 @@ def fastest(
     kernel: str | None = None,
     advise: bool = True,
     only_fit: bool = False,
+    may_offload: bool = False,
     **pinned: Any,
 ) -> Plan:
-    """The fastest stack that fits, for a job with any. kernel: the attention kernel, where somebody has named it."""
+    """The fastest stack that fits, for a job with any. kernel: the attention kernel, where somebody has named it. may_offload:
+    where nothing fits, weights and states may wait on the host."""
     asked = _Asked(job, hardware, may_mix="store" not in pinned)
     stacks = list(candidates(job.model, hardware, job.context, job.batch, pinned))
     if not stacks:
@@ -153,23 +167,36 @@ def fastest(
     if only_fit and (lean := asked.fit(stacks[-1])).fits:
         return lean
     best = asked.search(stacks)
+    if not best.fits and may_offload:
+        away = fastest(replace(job, offload=True), hardware, kernel=kernel, advise=False, only_fit=only_fit, **pinned)
+        if away.fits:
+            return _moved(away)
     if only_fit:
         return best
     if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
         best = asked.keep_some(best, stacks)
     if not best.fits:
         best = asked.nearest(best, stacks)
+        best.may_offload = may_offload
         if advise:
             best.advice = [words for words, _ in what_would_fit(best, pinned)]
     best.reasons = reasons_of(best, pinned, kernel)
     return best
 
 
+def _moved(plan: Plan) -> Plan:
+    """With the reason why its weights and states wait on the host."""
+    room = format_bytes(plan.memory.offloaded)
+    why = f"{room} of weights, gradients and states a GPU wait in host memory: with them on it nothing fits"
+    plan.reasons = [*plan.reasons, ("train.offload_optimizer", True, why)]
+    return plan
+
+
 def what_would_fit(plan: Plan, pinned: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """For a plan that does not: what to change, in words and as arguments of `plan`. pinned: fields of the stack that were
     given."""
     asked = _Asked(plan.job, plan.hardware, may_mix="store" not in pinned)
-    return list(_advice(asked, pinned)) or [(_hopeless(asked), {})]
+    return list(_advice(asked, pinned, plan.may_offload)) or [(_hopeless(asked), {})]
 
 
 def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CONTEXT_STEP, **options: Any) -> Plan:
@@ -365,10 +392,16 @@ def _hopeless(asked: _Asked) -> str:
     )
 
 
-def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _advice(asked: _Asked, pinned: dict[str, Any], may_offload: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The nearest things that would fit, with numbers."""
 
     def tried(recompute: str | None = None, hardware: Hardware = asked.hardware, **changes: Any) -> Plan | None:
+        found = tried_so(recompute, hardware, **changes)
+        if found is None and may_offload and changes.get("optimizer") != "adamw8bit":
+            return tried_so(recompute, hardware, offload=True, **changes)
+        return found
+
+    def tried_so(recompute: str | None, hardware: Hardware, **changes: Any) -> Plan | None:
         job = replace(asked.job, world=hardware.count, **changes)
         other = replace(asked, job=job, hardware=hardware)
         if other.crowded:
@@ -409,10 +442,11 @@ def _advice(asked: _Asked, pinned: dict[str, Any]) -> Iterator[tuple[str, dict[s
         if plan := tried(hardware=roomy):
             words = f"store: disk with {format_bytes(plan.disk)} of scratch space a machine (--disk)"
             yield f"{words}: {format_bytes(plan.peak)} a GPU", {"disk": plan.disk}
-    if job.optimizer == "adamw" and not job.lora and (plan := tried(optimizer="adamw8bit")):
+    if job.optimizer == "adamw" and not job.lora and not job.offload and (plan := tried(optimizer="adamw8bit")):
         yield f"train.optimizer: adamw8bit: {format_bytes(plan.peak)} a GPU", {"optimizer": "adamw8bit"}
-    if not job.offload and pinned.get("shard_parameters", True) and (plan := tried(offload=True)):
+    movable = job.optimizer == "adamw" and pinned.get("shard_parameters", True)
+    if not job.offload and not may_offload and movable and (plan := tried(offload=True)):
         room = f"{format_bytes(plan.peak)} a GPU, {format_bytes(plan.host)} of host memory a machine"
         yield f"train.offload_optimizer: true: {room}", {"offload_optimizer": True}
-    if not job.lora and (plan := tried(lora=16)):
+    if not job.lora and job.optimizer != "muon" and (plan := tried(lora=16)):
         yield f"LoRA of rank 16 (model.lora): {format_bytes(plan.peak)} a GPU", {"lora": 16}

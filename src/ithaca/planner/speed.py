@@ -6,7 +6,7 @@
     other       norms, rotations, copies between layouts, sums of gradients: bound by memory, by the token and layer
     pcie, disk  what the store moves, as far as computation waits for it
     links       all-to-alls, ring and FSDP2, as far as they are longer than the computation beside them
-    optimizer   AdamW on the host, where weights and states wait there (train.offload_optimizer); on a GPU it takes milliseconds.
+    optimizer   what it moves, where weights and states wait on the host (train.offload_optimizer); on a GPU it takes milliseconds.
                 Muon: products of whole matrices, the same ones on every rank, and the links that gather them
 
 Rates are those of whole steps measured on one H200 (benchmarks/results/2026-11-15-h200.md), as shares of the GPU's peak. Links
@@ -38,10 +38,11 @@ PROJECTED, TILED = 150e-6, 100e-6  # seconds to launch what a tile of a stage's 
 # Share of the copies from the host that is waited for: pieces read once, and pieces read again by every stage.
 WAITED = {True: 0.9, False: 0.7}
 LINK = 0.75  # of the makers' bandwidth that a collective reaches
-# AdamW on the host reads and writes weight, gradient and averages in fp32, and the gradient once more to clip it: bytes for each
-# weight, and bytes a second of all ranks of a machine together (57e9 were measured with 16 cores; other hosts differ, so it is an
-# assumption). A gradient that is added to another on the host is waited for: bytes a second of a rank, measured there too.
-UPDATED, HOST_RATE, ADDED_RATE = 40, 50e9, 1e9
+# States on the host come to the GPU by blocks (engine/host_adamw.py): bytes of a weight that come and that go back meanwhile. For
+# the norm its gradient; for the update weight, averages and gradient; for each further micro-batch the sum and what is added.
+NORM, UPDATE, SUM = (4, 0), (16, 12), (8, 4)
+BOTH_WAYS = 0.8  # share of the link each way where both are busy: an assumption
+HOST_RATE = 200e9  # bytes a second that a machine's memory gives and takes, all its ranks together: an assumption
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
         gathered = 2 * (FP32 * job.trained + BF16 * job.frozen) / rank.shards
         gradients = FP32 * job.trained / rank.shards
         kept, waited = kept + gathered + gradients, waited + gathered
-        update = UPDATED * job.trained / rank.shards * hardware.ranks_per_node / HOST_RATE
-        parts["optimizer"] = (update + (job.accumulation - 1) * gradients / ADDED_RATE) / job.accumulation
+        moves = [NORM, UPDATE, *[SUM] * (job.accumulation - 1)]
+        moved = sum(_moved(job.trained / rank.shards, *each, hardware) for each in moves)
+        parts["optimizer"] = moved / job.accumulation
     parts["pcie"] = waited / gpu.pcie + max(0.0, (kept + read) / gpu.pcie - compute)
     # where GPUs talk over PCIe too, copies have taken their share of the time that what is sent could hide behind
     beside = compute if gpu.link in (NVLINK, INFINITY) else max(0.0, compute - (kept + read) / gpu.pcie)
@@ -92,6 +94,12 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
         parts["optimizer"] = _muon(rank, hardware) / job.accumulation
     parts = {name: job.accumulation * seconds for name, seconds in parts.items()}
     return Speed(parts, job.accumulation * tokens / sum(parts.values()))
+
+
+def _moved(weights: float, come: int, go: int, hardware: Hardware) -> float:
+    """Seconds that so many bytes of each weight take to the GPU and back; all ranks of a machine do it at once."""
+    link = hardware.gpu.pcie * (BOTH_WAYS if go else 1)
+    return weights * max(come / link, (come + go) * hardware.ranks_per_node / HOST_RATE)
 
 
 def _muon(rank: RankCost, hardware: Hardware) -> float:

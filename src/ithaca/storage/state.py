@@ -97,7 +97,7 @@ def optimizer_state(run: Run, optimizer: torch.optim.Optimizer) -> OptimizerStat
                 tensors[key] = value
         return tensors
 
-    about = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    about = {"class": _class_of(optimizer), "groups": groups, "numbers": numbers}
     return OptimizerState(on_all_ranks(run.mesh.world, flatten), about, {key: plain[key][0] for key in packed})
 
 
@@ -126,6 +126,11 @@ def _local(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> 
             else:
                 numbers[name][key] = _plain(f"{name}.{key}", value)
     return groups, tensors, numbers
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Whose states these are: those of HostAdamW are torch's AdamW's, in another place."""
+    return getattr(optimizer, "saved_as", type(optimizer).__name__)
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -189,8 +194,8 @@ def restore_numbers(optimizer: torch.optim.Optimizer, run: Run, about: dict[str,
 def group_differences(optimizer: torch.optim.Optimizer, run: Run, about: dict[str, Any]) -> list[str]:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     problems = []
-    if about["class"] != type(optimizer).__name__:
-        problems.append(f"the optimizer was {about['class']} and is {type(optimizer).__name__}")
+    if about["class"] != _class_of(optimizer):
+        problems.append(f"the optimizer was {about['class']} and is {_class_of(optimizer)}")
     now = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
     saved = [group["params"] for group in about["groups"]]
     if [len(group) for group in now] != [len(group) for group in saved]:

@@ -24,7 +24,7 @@ from ..base.holding import module_holds
 from ..config.schema import Train
 from ..engine.batch import Batch
 from ..engine.criterion import Criterion, Supervised
-from ..engine.optimizer import clip, global_norm, gradients, learning_rate, set_learning_rate
+from ..engine.optimizer import backward, gradients, learning_rate, norm_of, set_learning_rate, update
 from ..engine.run import Run
 from ..storage.finite import not_finite
 
@@ -75,20 +75,18 @@ def train_step(
     total = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
     sound = torch.ones((), dtype=torch.bool, device=run.mesh.device)  # this rank's parts of the loss
     for loss, finite in criterion.losses(run, batches):
-        loss.backward()
+        backward(loss, optimizer)
         total += loss.detach()
         sound &= finite
     grads = gradients(run.model)
-    norm = global_norm(grads)
+    norm = norm_of(grads, optimizer)
     value, size = torch.stack((total, norm.to(total))).tolist()  # the one place where the CPU waits for the GPU
     if not (_finite(value) and _finite(size)):
         _refuse(run, grads, value, size, sound, step, samples)
     faults.reach("optim")
-    clip(grads, norm, train.clip)
     rate = learning_rate(train, step)
     set_learning_rate(optimizer, rate)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    update(optimizer, grads, norm, train.clip)
     tokens, supervised = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "supervised"))
     return Stepped(value, size, rate, tokens, supervised, criterion.numbers())
 

@@ -129,7 +129,12 @@ class Trainer:
         self.hf = model_config(config.model, config.data.context)
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.plan: Plan | None = None
-        self.stack = config.stack.chosen or on_rank0(world_group(), lambda: self._automatic(config, world))
+        stack, offload = config.stack.chosen, bool(config.train.offload_optimizer)
+        if stack is None:
+            stack, offload = on_rank0(world_group(), lambda: self._automatic(config, world))
+        self.stack = stack
+        moved = offload and not config.train.offload_optimizer  # by auto
+        config = replace(config, train=replace(config.train, offload_optimizer=offload))
         if not has_arithmetic(self.hf) and self.stack.engine == "auto":
             self.stack = replace(self.stack, engine="module")  # what auto comes to, said where the run is described
         if self.plan is None and rank == 0 and self.device.type == "cuda" and has_arithmetic(self.hf):
@@ -137,6 +142,7 @@ class Trainer:
         self.config = replace(config, stack=StackOptions.of(self.stack, config.stack.scratch))
         if text is None or config.stack.chosen is None:  # with what auto became, and where the rest came from
             chosen = {f"stack.{field.name}": Place("auto") for field in fields(Stack)} if config.stack.auto else {}
+            chosen |= {"train.offload_optimizer": Place("auto")} if moved else {}
             text = dump(as_asked(self.config), {**origins(text or ""), **chosen})
         self.text = redacted(text)
         self.step = 0
@@ -146,9 +152,10 @@ class Trainer:
         self.saver: Saver | None = None
         self.stragglers = Stragglers()
 
-    def _automatic(self, config: Config, world: int) -> Stack:
+    def _automatic(self, config: Config, world: int) -> tuple[Stack, bool]:
+        """-> the stack, and whether weights and states wait on the host"""
         stack, self.plan = automatic_stack(config, self.hf, world, self.device)
-        return stack
+        return stack, bool(config.train.offload_optimizer) if self.plan is None else self.plan.job.offload
 
     # -- from start to end ----------------------------------------------------------------------------------------------
 
@@ -163,7 +170,7 @@ class Trainer:
             stream, suite = self._data()
         except ValueError as error:
             raise Failed(DATA, str(error)) from error
-        self.optimizer = build_optimizer(run.model, config.train, DTYPES[config.model.dtype])
+        self.optimizer = build_optimizer(run.model, config.train, DTYPES[config.model.dtype], self.device)
         learned, suite = self._criterion(stream, suite)
         self.agreement = Agreement(self.folder, self.stop, run.mesh.world, self.device)
         self.loader = Loader(

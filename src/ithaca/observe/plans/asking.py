@@ -49,7 +49,7 @@ class Asked:
         for name, word in self.words.items():
             flag = f"--{name.replace('_', '-')}"
             if name in FLAGS:
-                command.append(flag)
+                command += [flag] if word == "yes" else ["--no-offload-optimizer"] * (name == "offload_optimizer")
             elif name == "stack":
                 for _, pair in split_words("", word):
                     key, _, value = pair.partition("=")

@@ -45,7 +45,7 @@ class Fields {
           this.select("kernel", "Attention kernel", words.kernel, [["", "what the engine takes"], ...choices.kernels.map((name) => [name, name])]),
           this.text("stack", "Fields of the stack that stay", words.stack, { placeholder: "tile=8K, recompute=layer", wide: true }),
           this.text("lora_targets", "Linear layers with an adapter", words.lora_targets, { placeholder: "all of a layer", wide: true }),
-          this.check("offload_optimizer", "Weights and states wait in host memory", words.offload_optimizer),
+          this.select("offload_optimizer", "Weights and states wait", words.offload_optimizer, [["", "on the GPU, if they fit"], ["no", "on the GPU"], ["yes", "in host memory"]]),
           this.check("synchronous", "Checkpoints are waited for", words.synchronous),
           this.check("deterministic", "The same bits on every run", words.deterministic),
         ),

@@ -24,7 +24,7 @@ from ...engine.batch import Batch
 from ...engine.job import Job
 from ...engine.model.shrink import depth_of
 from ...engine.model.weights import fill_at_random
-from ...engine.optimizer import build_optimizer, clip, global_norm, gradients
+from ...engine.optimizer import backward, build_optimizer, gradients, norm_of, update
 from ...engine.parallelize import prepare
 from ...engine.run import Run
 from ...planner.dry_run.alike import held_by
@@ -50,18 +50,16 @@ class Steps:
             loss = self.run.loss(self.batch, supervised=self.accumulation * self.batch.supervised)
             self.hold("gradients")
             begin("backward")
-            loss.backward()
+            backward(loss, self.optimizer)
             del loss
         begin("step")
         grads = gradients(self.run.model)
         if self.run.mesh.world.fake:
             for grad in grads:  # sums that lack their peers may be no numbers, and would leave weights that are none
                 grad.zero_()
-        norm = global_norm(grads)
-        clip(grads, norm, self.train.clip)
-        self.optimizer.step()
+        norm = norm_of(grads, self.optimizer)
+        update(self.optimizer, grads, norm, self.train.clip)
         del grads, norm
-        self.optimizer.zero_grad(set_to_none=True)
         self.held.pop("gradients", None)
 
     def hold(self, *categories: str) -> None:
@@ -111,12 +109,12 @@ def _steps(job: Job, config: Any, device: torch.device, missing: int, dtype: tor
         meta_model(job, config, dtype), job.stack, device=device, dtype=dtype,
         weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=job.offload,
     )  # fmt: skip
-    train = Train(steps=100, optimizer=job.optimizer)
+    train = Train(steps=100, optimizer=job.optimizer, offload_optimizer=job.offload)
     torch.manual_seed(0)
     ids = torch.randint(0, run.decoder.config.vocab_size, (job.batch, job.context))
     layer = held_by(run.decoder.layers[0].module, job.optimizer_bytes)
     steps = Steps(
-        run, build_optimizer(run.model, train, dtype), run.shard(ids), train,
+        run, build_optimizer(run.model, train, dtype, device), run.shard(ids), train,
         {} if job.offload else {name: missing * nbytes for name, nbytes in layer.items()}, {}, job.accumulation,
     )  # fmt: skip
     steps.hold("parameters", "optimizer")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...engine.job import Job
 from ...engine.limits import IN_FLIGHT
 from ...engine.offload.cost import pinned
 from ...engine.run import Run
@@ -73,10 +74,11 @@ def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
     }
 
 
-def on_host(layer: nn.Module, optimizer_bytes: float) -> int:
-    """The same where they wait in host memory: weights and gradients are pinned."""
+def on_host(layer: nn.Module, optimizer_bytes: float, accumulation: int) -> int:
+    """The same where they wait in host memory: weights and gradients are pinned; with several micro-batches also their sum."""
     shards = [(local(parameter), parameter.requires_grad) for parameter in layer.parameters()]
-    return sum((2 if learns else 1) * pinned(shard.nbytes) for shard, learns in shards) + sum(
+    learned = 3 if accumulation > 1 else 2
+    return sum((learned if learns else 1) * pinned(shard.nbytes) for shard, learns in shards) + sum(
         state_bytes(shard, optimizer_bytes) for shard, learns in shards if learns
     )
 
@@ -84,13 +86,13 @@ def on_host(layer: nn.Module, optimizer_bytes: float) -> int:
 class LeftOut:
     """Holds fake tensors of the size of what the layers of a gap would hold."""
 
-    def __init__(self, run: Run, tracker: LiveBytes, gap: Gap, optimizer_bytes: float, offload: bool = False) -> None:
+    def __init__(self, run: Run, tracker: LiveBytes, gap: Gap, optimizer_bytes: float, job: Job) -> None:
         self.run, self.tracker, self.gap = run, tracker, gap
         self.held: dict[str, Tensor] = {}
         self.layer = held_by(run.decoder.layers[0].module, optimizer_bytes)
         self.away = 0  # bytes of its weights, states and gradients that are on the host
-        if offload:
-            self.away = gap.count * on_host(run.decoder.layers[0].module, optimizer_bytes)
+        if job.offload:
+            self.away = gap.count * on_host(run.decoder.layers[0].module, optimizer_bytes, job.accumulation)
             self.layer = dict.fromkeys(self.layer, 0)
         self.outside = run.stack.store_of(gap.after) != "gpu"  # where its layers keep
         self.ends: list[int] = []  # live bytes, or bytes in the store, at the end of a layer

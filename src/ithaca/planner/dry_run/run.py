@@ -122,10 +122,10 @@ def _dry_run(
         del model, decoder
         for parameter in run.model.parameters():
             tracker.see(local(parameter), "parameters", line="the weights")
-        away = _put_away(run, tracker, per_weight) if job.offload else 0
+        away = _put_away(run, tracker, per_weight, job.accumulation) if job.offload else 0
         tracker.begin("load")
         for gap in gaps:
-            left = LeftOut(run, tracker, gap, per_weight, job.offload)
+            left = LeftOut(run, tracker, gap, per_weight, job)
             away += left.away
             opened.enter_context(left.counted())
         if own and not every:
@@ -262,7 +262,7 @@ class _OnHost:
         return self.shard.clone()
 
 
-def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float) -> int:
+def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float, accumulation: int) -> int:
     """FSDP2's CPU offload: shards, their states and, once reduced, their gradients are not on the GPU. -> their bytes"""
 
     def gone(parameter: Tensor) -> None:
@@ -278,7 +278,7 @@ def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float) -> int:
         tracker.ignore(local(parameter))
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(gone)
-    return on_host(run.model, optimizer_bytes)
+    return on_host(run.model, optimizer_bytes, accumulation)
 
 
 def _batch(run: Run, job: Job, documents: list[int] | None, fake: FakeTensorMode) -> Any:
