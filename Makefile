@@ -64,6 +64,7 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# Two minutes on 2 cores, after setup.
 demo: setup
 	$(BIN)/python examples/demo.py
 

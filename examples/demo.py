@@ -9,6 +9,7 @@ sentence is one token of the tokenizer that is made here and exported with the m
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def main() -> int:
     page = (RUN / "report" / "index.html").resolve()
     print(
         f"\nDone in {time.perf_counter() - began:.0f} s. Try it:\n"
+        f"  . {os.path.relpath(sys.prefix)}/bin/activate               first, so that your shell finds `ithaca`\n"
         f'  ithaca ask {RUN}/export --file {RUN}/story.txt "Where does Ben live?" --tokens 1 --cpu 1 --model.dtype fp32\n'
         "  ithaca verify llama3 --world 4 --stack.ulysses 2 --stack.ring 2    every gradient against the untouched model\n"
         "  ithaca recipes ls                    runs for real models;  ithaca docs: every page\n"

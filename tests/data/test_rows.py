@@ -12,6 +12,7 @@ from ithaca.data.folder import Packed
 from ithaca.data.pack import pack
 from ithaca.data.plan import Counts, make_plan, open_plan
 from ithaca.data.recall import Recall
+from ithaca.data.report import plan_words
 from ithaca.data.rows import IGNORE, Rows, Stream, open_rows
 from ithaca.data.source import Source
 from ithaca.engine.objective import cross_entropy as loss
@@ -253,11 +254,16 @@ def test_policies(tmp_path: Path):
     assert len(make_plan(packed, 90, long_documents="error")) == 2
 
 
-def test_not_enough_data_for_one_row(tmp_path: Path):
+def test_less_than_one_row_is_padded_and_said(tmp_path: Path):
     packed = pack_ids(tmp_path / "p", [range(10), range(90), range(30)])
-    with pytest.raises(
-        ValueError, match=r"has 130 tokens .* not enough for one row of 131; .*lower the context to at most 130"
-    ):
-        make_plan(packed, 131)
-    with pytest.raises(ValueError, match="has 40 tokens to learn from in 2 documents, not enough for one row of 50"):
-        make_plan(packed, 50, long_documents="drop")
+    plan = make_plan(packed, 200)
+    assert (len(plan), plan.counts.padding) == (1, 70) and plan.supervised.tolist() == [127]
+    rows = Rows(packed, plan)
+    assert sorted(rows.documents(0)) == [10, 30, 70, 90] and rows.documents(0)[-1] == 70
+    read = rows.read(0, 0, 200)
+    assert (read.labels != IGNORE).sum() == 127 and (read.labels[130:] == IGNORE).all()
+    words = "\n".join(plan_words("p", 200, plan.counts, "split"))
+    assert "1 row of 200 tokens, 65.00% full" in words and "warning" in words and "context to 130" in words
+    assert "warning" not in "\n".join(plan_words("p", 131, make_plan(packed, 131).counts, "split"))
+    with pytest.raises(ValueError, match=r"nothing is left to learn from of 3 documents .* 3 are longer and dropped"):
+        make_plan(packed, 5, long_documents="drop")

@@ -116,11 +116,6 @@ def test_mistakes_are_one_screen(folder: Path, bare: Path, run_folder: Path, tmp
     words_only = ["--eval.language", "words"]
     cases = [
         ((folder, "--eval.lengths", "16"), 2, ["does not fit into eval length 16", "use lengths of at least"]),
-        (
-            (folder, "--file", short, "--data.context", "512"),
-            3,
-            ["not enough for one row of 512", "lower the context to at most 21"],
-        ),
         ((bare, *words_only), 2, ["needs a tokenizer", "--data.tokenizer", "--eval.language ids"]),
         ((bare, "--file", short), 3, ["holds text, so a tokenizer is needed"]),
         ((run_folder, "--eval.tasks", "common_words"), 2, ["common_words cannot be asked in the language pairs"]),

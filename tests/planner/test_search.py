@@ -214,6 +214,30 @@ def test_a_context_the_model_was_not_made_for_is_said():
     assert short.too_long is None and not any("was made for" in line for line in describe(short))
 
 
+def test_the_advice_can_be_typed_back(capsys: pytest.CaptureFixture[str]):
+    """Rotary settings that a plan names are options of it; a name on the Hub is its preset; --lora has a usual rank."""
+    asked = ["Qwen/Qwen3-8B", "--gpus", "1xH200", "--context", "512K", "--host", "512GB", "--lora"]
+    code, out, err = run(capsys, *asked)
+    assert code == 0 and err == "ithaca: Qwen/Qwen3-8B is planned as the preset qwen3_8b has it\n"
+    assert out.startswith("qwen3_8b (8.19B parameters), LoRA rank 16 in bf16, at 512K tokens on 1xH200-141GB: fits")
+    assert "85% may be pinned" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("  rotary"))
+    advice = line.partition(" needs ")[2].partition(",")[0].split()
+    assert advice[-1] == "32768" and advice[-3] == "16", "what Qwen3 was pretrained at; its config has room for 40,960"
+    code, out, _ = run(capsys, *asked, *advice)
+    assert code == 0 and "rotary" not in out
+    code, _, err = run(capsys, *asked, *advice[:-3], "2", *advice[-2:])
+    assert code == 2 and "model.rope.factor" in err
+
+
+def test_the_rows_of_memory_add_up():
+    found = plan("llama3_8b", context="1M", **EIGHT)
+    _, head, *rows = describe(found)
+    amounts = [row.split()[:2] for row in rows if row.startswith(" " * 12)]
+    assert head.startswith("  GPU") and "everything else" in rows[len(amounts) - 1]
+    assert sum(float(number) for number, _ in amounts) == pytest.approx(found.peak / 1e9, abs=0.05 * len(amounts))
+
+
 def test_where_nothing_fits_it_says_what_would():
     found = plan("llama31_70b", context="128K", gpus="8xH100", host="1TB")
     assert not found.fits
@@ -285,6 +309,7 @@ def test_gpus(text: str, count: int, memory: int):
         ("8xTPU", "not in the table"),
         ("8xH100-80XB", "is not a number of bytes"),
         ("8xH100-80", "does not name GPUs"),
+        ("2x4090", r"does not name GPUs.*did you mean 2xRTX4090\?"),
         ("", "does not name GPUs"),
         ("8xH100-5MB", "less than 1 GB"),
     ],

@@ -83,7 +83,10 @@ def test_a_dry_run_shows_the_plan(tmp_path: Path, eight, capsys: pytest.CaptureF
     assert main([*words, "64K"]) == 0
     out = capsys.readouterr().out
     assert "synthetic recall: rows of 65,536 tokens, made to order" in out
-    assert "llama3_8b (8.03B parameters) at 64K tokens on 8xH100-85GB: fits" in out and "    ulysses: 8" in out
+    assert (
+        "llama3_8b (8.03B parameters), all weights in bf16 over fp32, at 64K tokens on 8xH100-85GB: fits" in out
+        and "    ulysses: 8" in out
+    )
     assert out.endswith(f"this run can start: it trains step 1 of 9, in {tmp_path / 'run'}; nothing was written\n")
     assert main([*words, "64M"]) == 5
     assert "this run does not fit" in capsys.readouterr().err and not any(tmp_path.iterdir())

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from ithaca.base.run_folder import RunFolder
 from ithaca.cli.main import main
 from ithaca.training import entry as verb
+from ithaca.training import preflight
 
-from ..data.make import pack_ids
+from ..data.make import MARKED, byte_level, chat, pack_ids, save_tokenizer, write_jsonl
+from ..data.make import words as some_words
 
 TINY: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -160,3 +162,71 @@ def test_a_run_that_is_finished_says_so_and_starts_nothing(run: Run, monkeypatch
     shard.write_bytes(bytes(len(shard.read_bytes())))  # damaged: the last step was not saved after all
     code, out, _ = run("run.yaml")
     assert code == 0 and "finished 2 steps" in out and json.loads(before)["state"] == "finished"
+
+
+# Twelve chats, pairs of which one is no chat, and five texts: what somebody tries first.
+SMALL: dict[str, Any] = dict(vocab_size=300, max_position_embeddings=512, **TINY)
+
+
+@pytest.fixture
+def small(run: Run, tmp_path: Path) -> list[str]:
+    """Data that is not packed, and a model whose tokenizer has no chat template."""
+    save_tokenizer(tmp_path / "base", byte_level(size=300), template=None)
+    LlamaConfig(**SMALL).save_pretrained(tmp_path / "base")
+    write_jsonl(tmp_path / "chats.jsonl", [chat(some_words(3, seed), some_words(3, seed + 50)) for seed in range(12)])
+    pair = {"prompt": some_words(2), "chosen": some_words(3), "rejected": some_words(3, 1)}
+    write_jsonl(tmp_path / "pairs.jsonl", [pair, {**pair, "chosen": [{"role": "assistant", "content": "no"}]}])
+    write_jsonl(tmp_path / "texts.jsonl", [{"text": some_words(20, seed)} for seed in range(5)])
+    (tmp_path / "my.jinja").write_text(MARKED)
+    return ["model.folder=base", "model.random_init=true", "data.packed=null", "data.context=512", "train.steps=1"]
+
+
+def test_data_that_cannot_be_packed_is_found_before_the_run(
+    run: Run, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By --check and --dry-run, small or large; nothing of it stays, and `train` has the same words."""
+    chats, pairs = [*small, "data.sources=[chats.jsonl]"], [*small, "data.sources=[pairs.jsonl]", "objective.kind=dpo"]
+    before = sorted(tmp_path.rglob("*"))
+    no_template = "chats.jsonl:1: this is a chat, but the tokenizer has no chat template"
+    for most in (preflight.SMALL, 0):
+        monkeypatch.setattr(preflight, "SMALL", most)
+        for flag in ("--check", "--dry-run"):
+            code, out, err = run("run.yaml", *chats, flag)
+            assert code == 3 and no_template in err and "(--data.chat_template)" in err and "can start" not in out
+        code, _, err = run("run.yaml", *pairs, "--check")
+        assert code == 3 and "pairs.jsonl:2" in err, err
+        code, out, _ = run("run.yaml", *small, "data.sources=[texts.jsonl]", "data.validation=0.05", "--dry-run")
+        assert code == 0 and ("this run can start, if the data packs: it packs" in out) == (most == 0)
+        assert ("5 documents" in out and "1 row of 512 tokens" in out and f"in {tmp_path}" not in out) == (most > 0), (
+            out
+        )
+    assert sorted(tmp_path.rglob("*")) == before
+    code, _, err = run("run.yaml", *chats)
+    assert code == 3 and no_template in err and "(--data.chat_template)" in err
+
+
+def test_a_chat_template_goes_with_the_model(
+    run: Run, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """From a setting of the run to the exported tokenizer, though its file is gone; `ask` says when there is none."""
+    given = [
+        "--tokenizer",
+        "base",
+        "--chat-template",
+        "my.jinja",
+        "--workers",
+        "1",
+    ]  # one process: templates take another each
+    assert main(["data", "pack", "chats.jsonl", *given, "--out", "run/data"]) == 0
+    code, _, err = run("run.yaml", *small, "data.sources=[chats.jsonl]", "data.chat_template=my.jinja")
+    assert code == 0, err
+    Path("my.jinja").unlink()
+    assert main(["export", "run", "out", "--dtype", "fp32"]) == 0
+    assert AutoTokenizer.from_pretrained("out").chat_template == MARKED
+    capsys.readouterr()
+    for model, template in (("run", True), ("out", True), ("base", False)):
+        more = [] if template else ["--model.random_init", "true"]
+        assert main(["ask", model, "why?", "--tokens", "1", "--cpu", "1", *more]) == 0
+        assert ("plain text: there is no chat template" in capsys.readouterr().out) is not template
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["ask", "out", "why?"]) == 2 and "use the CPU with --cpu N" in capsys.readouterr().err

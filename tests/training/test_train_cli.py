@@ -80,7 +80,7 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, texts: Path, capsys):
     trained = ["train", tmp_path / "run.yaml", "--data.packed", "null", *ALONE]
     code, out, err = run(capsys, *trained, "--run.folder", tmp_path / "run")
     assert code == 0, err
-    assert "1 rows of 128 tokens" in out and "finished 2 steps" in out
+    assert "1 row of 128 tokens" in out and "finished 2 steps" in out
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     (source,) = about["data"]["sources"]
     assert (source["kind"], source["documents"], source["supervised"], source["counts"]["rows"]) == (

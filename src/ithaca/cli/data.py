@@ -76,7 +76,12 @@ def add_data(verbs: Any) -> None:
         "inspect", help="show a packed folder, or files", description=_INSPECT, formatter_class=raw
     )
     inspect.set_defaults(run=run_inspect)
-    inspect.add_argument("folder", metavar="FOLDER_OR_FILES", help="a packed folder, or files that are to be packed")
+    inspect.add_argument(
+        "folders",
+        nargs="+",
+        metavar="FOLDER_OR_FILES",
+        help="a packed folder, or files that are to be packed; several in turn",
+    )
     inspect.add_argument("--context", metavar="N", help="tokens in a row, such as 128K or 1M")
     inspect.add_argument("--long-documents", default="split", help="split, drop or error (default: split)")
     inspect.add_argument(
@@ -96,7 +101,7 @@ def _source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", default="auto", help="jsonl, json, parquet, txt, tokens or datasets (default: by name)"
     )
-    kinds = "text, chat, sharegpt, alpaca, completion, preference or tokens"
+    kinds = "text, chat, sharegpt, alpaca, completion, preference, rollout or tokens"
     parser.add_argument("--kind", help=f"{kinds} (default: by the columns)")
     parser.add_argument(
         "--column", action="append", default=[], metavar="NAME=COLUMN", help="what a column is called in the data"
@@ -216,22 +221,34 @@ def _counts(plan: dict[str, Any]) -> Any:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    from ..base.units import parse_tokens
-    from ..data.folder import Packed
     from ..data.look import is_source
-    from ..data.report import describe, rows_at, sample
 
     if not 0 <= options.samples <= 1_000_000:
         raise ValueError(f"--samples {options.samples} must be from 0 to 1,000,000")
-    if is_source(options.folder):
-        return _inspect_files(options)
+    seen = []
+    for folder in options.folders:
+        files = is_source(folder)
+        about = _look_at_files(folder, options) if files else _look_at_packed(folder, options)
+        seen.append(about)
+        if not options.json:
+            (_print_files if files else _print)(about, options)
+    if options.json:
+        print(json.dumps(seen if len(seen) > 1 else seen[0], indent=1, ensure_ascii=False))
+    return 0
+
+
+def _look_at_packed(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    from ..base.units import parse_tokens
+    from ..data.folder import Packed
+    from ..data.report import describe, rows_at, sample
+
     for flag in ("kind", "column", "split", "use", "chat_template"):
         if getattr(options, flag) or options.format != "auto":
             raise ValueError(
-                f"--{(flag if getattr(options, flag) else 'format').replace('_', '-')} is for files, and {options.folder} is a "
-                "packed folder"
+                f"--{(flag if getattr(options, flag) else 'format').replace('_', '-')} is for files, and {folder} is a packed "
+                "folder"
             )
-    packed = Packed(options.folder)
+    packed = Packed(folder)
     if options.verify:
         packed.verify()
     about = describe(packed)
@@ -243,11 +260,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     about["sample"] = (
         sample(packed, _decoder(packed, options.tokenizer), options.samples) if options.samples > 0 else []
     )
-    if options.json:
-        print(json.dumps({**about, "verified": options.verify}, indent=1, ensure_ascii=False))
-    else:
-        _print(about, options)
-    return 0
+    return {**about, "verified": options.verify}
 
 
 def _share(text: str) -> int | float:
@@ -263,22 +276,22 @@ def _share(text: str) -> int | float:
             ) from None
 
 
-def _inspect_files(options: argparse.Namespace) -> int:
+def _look_at_files(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from ..base.hub import fetch
     from ..data.fetch import fetch_source
     from ..data.look import look
 
     if options.context is not None or options.verify or options.validation is not None:
         raise ValueError(
-            f"--context, --validation and --verify are for packed folders, and {options.folder} is not packed; leave them out, or "
-            "pack it first with 'ithaca data pack'"
+            f"--context, --validation and --verify are for packed folders, and {path} is not packed; leave them out, or pack "
+            "it first with 'ithaca data pack'"
         )
-    source = fetch_source(_source(options, options.folder))
+    source = fetch_source(_source(options, path))
     tokenizer = None if options.tokenizer is None else fetch(options.tokenizer, "tokenizer")
-    about = look(source, options.samples, tokenizer, options.chat_template)
-    if options.json:
-        print(json.dumps(about, indent=1, ensure_ascii=False))
-        return 0
+    return look(source, options.samples, tokenizer, options.chat_template)
+
+
+def _print_files(about: dict[str, Any], options: argparse.Namespace) -> None:
     from ..data.find import left_out_words
     from ..data.report import marked_words
 
@@ -305,7 +318,6 @@ def _inspect_files(options: argparse.Namespace) -> int:
     if any(not part["supervised"] for record in about["sample"] for part in record["parts"]):
         lines.append("⟦ ⟧ = supervised")
     print("\n".join(lines))
-    return 0
 
 
 def _quoted(part: dict[str, Any], marked: bool) -> str:

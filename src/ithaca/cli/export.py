@@ -108,6 +108,7 @@ def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
         )  # else a path, which may have been elsewhere then
         base = folder_of(config.model.folder, "model") if fetched else config.model.path
         base = base if base.is_dir() else None
+    template = _template(config, checkpoint)
     export_checkpoint(
         checkpoint,
         options.out,
@@ -116,11 +117,14 @@ def _carry_out(options: argparse.Namespace, checkpoint: Path) -> int:
         max_shard_bytes=parse_room(options.shard_size),
         merge_lora=merge,
         base_folder=base,
+        chat_template=template,
     )
     what = "adapters" if record["model"]["adapters"] and not merge else record["model"]["class"]
     print(f"wrote {what} of step {record['step']} to {options.out} in {options.dtype}")
     if not any(options.out.glob("*token*")):
         print("no tokenizer was found beside the model; copy its files, or export again with --tokenizer FOLDER")
+    elif template is not None:
+        print("its tokenizer has the chat template that the run was trained with")
     if options.push is not None:
         message = f"{what} of step {record['step']}, by ithaca export"
         print(f"pushed to {push(options.out, options.push, private=options.private, message=message)}")
@@ -136,6 +140,17 @@ def _run_config(checkpoint: Path) -> Any:
         return load(path).config if path.is_file() else None
     except ValueError:
         return None  # written by another version; what it would have said can be said by options
+
+
+def _template(config: Any, checkpoint: Path) -> str | None:
+    """The chat template of the run, where it was given beside the tokenizer's. One that has gone costs it, and not the export."""
+    from ..data.samples import trained_template
+
+    try:
+        return None if config is None else trained_template(config, checkpoint.parent.parent)
+    except ValueError as error:
+        print(f"the chat template of the run was not found: {error}")
+        return None
 
 
 def _tokenizer(config: Any, model: str) -> Path | None:

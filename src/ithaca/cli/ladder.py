@@ -15,6 +15,7 @@ from ..base.units import parse_room
 from ..config import add_stack_options, read_stack
 from ..stack import require
 from .measuring import at_least, limit_of, on_cpu, say
+from .plan import known_model
 
 _HELP = """\
 Adds one technique after the other (FSDP, Ulysses, checkpointing, offload, tiling, Untied Ulysses, streamed layer) and shows the
@@ -71,6 +72,7 @@ def run_ladder(options: argparse.Namespace) -> int:
         from ..planner.chart import ladder_png, require_matplotlib
 
         require_matplotlib()  # before anything is measured for an hour
+    options.model = known_model(options.model)
     measures = options.measure or options.measure_sweeps
     cpu = on_cpu(options) if measures else False
     hardware = parse_gpus(options.gpus)

@@ -35,6 +35,7 @@ MODEL is a folder with config.json, that file, a model on the Hub (owner/name; o
 RUN is a YAML file, a run folder, or a recipe (ithaca recipes ls); then every setting of it is an option too (--train.rows 8).
 """
 FIXED = "fields that stay as given; the planner chooses the others. Values are as in YAML (ithaca docs config)"
+RANK = 16  # of adapters, where nobody says it
 GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
 
 
@@ -89,7 +90,10 @@ def add_request(parser: Any, *, run: bool = False) -> None:
         action=argparse.BooleanOptionalAction,
         help="weights, gradients and states wait in host memory (default: where nothing else fits)",
     )
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
+    parser.add_argument(
+        "--lora", type=int, nargs="?", const=RANK, default=0, metavar="RANK",
+        help=f"train adapters of this rank only ({RANK} if no number is given)",
+    )  # fmt: skip
     parser.add_argument(
         "--lora-targets", metavar="NAME,...", help="linear layers that get an adapter (default: all of a layer)"
     )
@@ -125,6 +129,7 @@ def find(options: argparse.Namespace) -> Any:
     """The plan of a model that was asked for."""
     from ..planner.search import max_context, plan
 
+    options.model = known_model(options.model)
     if options.max_context:
         return max_context(options.model, say=say, **request(options))
     return plan(options.model, context=options.context, say=say, **request(options))
@@ -158,17 +163,48 @@ def _questions(options: argparse.Namespace, named: bool) -> list[Question]:
         raise ValueError(f"on which GPUs? Give --gpus, {GPUS}, or several machines with --compare")
     if options.context is None and not options.max_context:
         raise ValueError("at which length? Give --context, such as 1M, or --max-context for the longest that fits")
+    rope = _take_rope(options)
     asked = request(options)  # what is wrong with it is said now
+    model = known_model(options.model)
 
     def ask(longest: bool = False, changed: Mapping[str, Any] | None = None, **machine: Any) -> Any:
         from ..planner.search import max_context, plan
 
         whole = {**asked, **machine, **(changed or {})}
         if longest:
-            return max_context(options.model, say=say, **whole)
-        return plan(options.model, say=say, **{"context": options.context, **whole})
+            found = max_context(model, say=say, **whole)
+        else:
+            found = plan(model, say=say, **{"context": options.context, **whole})
+        if rope:  # positions beyond the model's own are taken care of, and cost nothing
+            found.job = replace(found.job, model=replace(found.model, longest=None))
+        return found
 
-    return [Question(options.model, ask, options.gpus)]
+    return [Question(model, ask, options.gpus)]
+
+
+def known_model(name: str) -> str:
+    """What is planned: of a name on the Hub whose sizes a preset has that preset, which needs no network, and it is said."""
+    from ..planner.run import preset_of
+
+    preset = preset_of(name)
+    if preset is not None:
+        say(f"{name} is planned as the preset {preset} has it")
+    return preset or name
+
+
+def _take_rope(options: argparse.Namespace) -> list[str]:
+    """Rotary settings among the options, which are not of the stack. ValueError where a run with them would be refused."""
+    from ..config import load
+
+    rope = [text for text in options.overrides if text.startswith("model.rope.")]
+    options.overrides = [text for text in options.overrides if text not in rope]
+    if rope:
+        context = [f"data.context={options.context}"] if options.context else []
+        load(
+            None,
+            [*rope, *context, f"model.folder={options.model}", "data.sources=[{synthetic: recall}]", "train.steps=1"],
+        )
+    return rope
 
 
 def _of_run(options: argparse.Namespace, named: bool) -> list[Question]:

@@ -202,7 +202,7 @@ class Data:
     validation: int | float | None = option(
         None,
         "Documents of each source that are not trained on but measured (eval.every): a number of them; below 1 with a point, a "
-        "share. Which ones depends on what they say and data.seed; null = none.",
+        "share, on average and at least one. Which ones depends on what they say and data.seed; null = none.",
         least=0,
     )
     seed: int = option(0, "Of the order of rows, which depends on nothing else, and of what is held out.", least=0)

@@ -11,14 +11,25 @@ from typing import Any
 from .arrays import read_arrays
 from .chat import Spans
 from .formats import Chat, Example, Ids, Pair, read_example, read_preference, read_rollouts
-from .inputs import look_at, with_template
+from .inputs import Input, look_at, with_template
 from .quotes import QuotingEncoder
 from .readers import read_records, read_text
-from .render import Encoders, Rendered, around, columns_of, given_tokens, inside, render_text
+from .render import (
+    Encoders,
+    Rendered,
+    around,
+    check_characters,
+    columns_of,
+    given_tokens,
+    inside,
+    read_unit,
+    render_text,
+)
 from .source import KINDS, TEMPLATED, Source, check_use
-from .tokenizer import load_tokenizer, tokenizer_parts
+from .tokenizer import TokenizerParts, load_tokenizer, tokenizer_parts
 
 _SHOWN = 600  # characters of a record, without a tokenizer
+_TRIED = 20  # records of a source that are too many to try all
 
 
 def look(source: Source, count: int, tokenizer: str | None = None, chat_template: str | None = None) -> dict[str, Any]:
@@ -51,6 +62,26 @@ def look(source: Source, count: int, tokenizer: str | None = None, chat_template
         "marked_by": None if encoders is None else encoders.marked_by(entry.source),
         "sample": examples,
     }
+
+
+def try_first(entry: Input, parts: TokenizerParts | None, *, eos: bool, parse: bool) -> None:
+    """ValueError if the first records of a source cannot be packed: what is wrong with all of them is wrong with these."""
+    if entry.format in ("txt", "tokens"):
+        return
+    encoders = None if parts is None else Encoders(parts, parse=parse)
+    source, kind = entry.source, entry.kind
+    columns = columns_of(kind, KINDS[kind], source)
+    for record in islice(read_records(entry.format, entry.parts[0].pieces[0], source, columns), _TRIED):
+        try:
+            if kind == "tokens":
+                given_tokens(record.values, source)
+            elif entry.units:
+                read_unit(record.values, kind, source, encoders, eos)
+            else:
+                assert encoders is not None  # pack has asked for a tokenizer
+                check_characters(render_text(record.values, kind, source, encoders).text)
+        except ValueError as error:
+            raise ValueError(f"{record.place()}: {error}") from None
 
 
 def _examples(entry: Any, encoders: Encoders | None) -> Any:

@@ -123,10 +123,11 @@ def make_plan(
     idle = int((stop - start)[~keep].sum())
     document, start, stop, learn = document[keep], start[keep], stop[keep], learn[keep]
     size = stop - start
-    if int(size.sum()) < context:
+    if not len(size):
         raise ValueError(
-            f"{name} has {int(size.sum()):,} tokens to learn from in {len(size):,} documents, not enough for one row of "
-            f"{context:,}; add data, or lower the context to at most {int(size.sum()):,}"
+            f"{name}: nothing is left to learn from of {len(lengths):,} documents at a context of {context:,} tokens: "
+            f"{int(is_long.sum()) if not cuts else 0:,} are longer and dropped, the others have no supervised token. Raise the "
+            "context, or add data"
         )
     full = size == context
     rows = np.empty(len(size), np.int64)

@@ -177,7 +177,13 @@ def dropped_words(dropped: dict[str, int]) -> str:
 
 def plan_words(name: str, context: int, counts: Counts, long_documents: str) -> list[str]:
     """What becomes of the documents of a source, line by line. Nothing is left out of it."""
-    lines = [f"{name}: {counts.rows:,} rows of {context:,} tokens, {counts.full:.2%} full"]
+    rows = "1 row" if counts.rows == 1 else f"{counts.rows:,} rows"
+    lines = [f"{name}: {rows} of {context:,} tokens, {counts.full:.2%} full"]
+    if counts.rows == 1 and counts.full < 0.9:
+        lines.append(
+            f"  warning: that is all the data there is, and the rest of the row is padding, which costs the same time; lower the "
+            f"context to {context - counts.padding:,}, or add data"
+        )
     if counts.long_documents and long_documents == "split":
         lines.append(
             f"  {counts.long_documents:,} documents are longer (longest {counts.longest:,}): split into "

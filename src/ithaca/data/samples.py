@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..base import faults
 from ..base.files import read_json, write_atomically
 from ..base.hub import local
 from ..base.run_folder import RunFolder
+from ..config.curriculum import phase_configs
 from ..config.schema import Config, Source
 from ..engine.batch import Batch
 from ..engine.build import model_config
@@ -32,6 +34,7 @@ from .recall import Recall
 from .report import plan_words, summary
 from .rows import Rows, Stream, open_rows
 from .source import sources_of
+from .templates import template_text
 from .tokenizer import check_tokenizer, load_tokenizer
 
 SYNTHETIC = {"recall": Recall, "needles": Needles}
@@ -46,15 +49,18 @@ def _from_files(sources: tuple[Source, ...]) -> list[Source]:
     return [source for source in sources if source.synthetic is None]
 
 
-def pack_sources(config: Config, say: Callable[[str], None], *, keep: bool = True) -> None:
+def pack_sources(config: Config, say: Callable[[str], None], *, keep: bool = True, workers: int | None = None) -> None:
     """Before any rank starts: tokenise what is not packed yet, and plan its rows. Says what became of files and documents.
 
-    keep: remember which files were right, and their rows; without, and with data that is packed, nothing is written."""
+    keep: remember which files were right, and their rows; without, and with data that is packed, nothing is written. workers:
+    processes, None = one a core, with their progress shown."""
     files, folder, data = _from_files(config.data.sources), packed_folder(config), config.data
     if files:
         folder.parent.mkdir(parents=True, exist_ok=True)
         more: dict[str, Any] = {"eos": data.eos, "special_tokens": data.special_tokens, **encoding(config)}
-        packed = pack(sources_of(files), folder, chat_template=data.chat_template, say=say, **more)
+        more |= {"chat_template": data.chat_template, "workers": workers, "quiet": workers is not None, "say": say}
+        with named_as_settings():
+            packed = pack(sources_of(files), folder, **more)
     else:
         packed = Packed(folder)
     check_kinds(config, [(about["name"], about["kind"], about["units"]) for about in packed.manifest["sources"]])
@@ -87,6 +93,41 @@ def check_kinds(config: Config, found: Iterable[tuple[str, str, bool]]) -> None:
                 f"source {name} holds {what}, and objective.kind={config.objective.kind} learns from "
                 f"{_LEARNS[config.objective.kind]}; {remedy}"
             )
+
+
+# What packing calls its options, and what a run does.
+_SETTINGS = {
+    "--chat-template": "--data.chat_template",
+    "pass --no-eos to go without": "give --data.eos false to go without",
+    "Choose another folder, or pass --force to replace this one": "Choose another data.packed, or remove this one",
+}
+
+
+@contextmanager
+def named_as_settings() -> Iterator[None]:
+    """What packing finds wrong, with the options of `ithaca data pack` called as the settings of a run."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for option, setting in _SETTINGS.items():
+            text = text.replace(option, setting)
+        raise ValueError(text) from error
+
+
+def trained_template(config: Config, run: Path) -> str | None:
+    """The chat template that the chats of a run were rendered with, as text. None: the tokenizer's own, or several.
+
+    run: its folder, wherever it is now. ValueError if its data is gone, and the file of the template too."""
+    found: set[str | None] = set()
+    for part in phase_configs(replace(config, run=replace(config.run, folder=str(run)))):
+        try:
+            sources = Packed(packed_folder(part)).manifest["sources"]
+            found |= {source["chat_template"] for source in sources if source["chats"]}
+        except (ValueError, OSError):
+            asked = {source.chat_template or part.data.chat_template for source in _from_files(part.data.sources)}
+            found |= {None if name is None else template_text(name) for name in asked}
+    return found.pop() if len(found) == 1 else None
 
 
 def check_files(packed: Packed, remembered: Path, say: Callable[[str], None], *, keep: bool = True) -> None:

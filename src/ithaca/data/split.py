@@ -2,8 +2,8 @@
 
 Every document has a hash of its token ids (`hashes.bin`), and a share of all hashes is held out, which share the seed says. So a
 document stays on its side when others are added, removed or put in another order, copies of a document are on one side, and
-nothing has to be packed again to hold out more. Of a number of documents it is those with the smallest hashes: documents that are
-added can take the place of a few.
+nothing has to be packed again to hold out more. Of few documents that is the share on average only: 0.1 of 12 may be 3, and is at
+least 1. Of a number of documents it is those with the smallest hashes: documents that are added can take the place of a few.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ class Split:
             )
 
     def select(self, hashes: np.ndarray, name: object) -> np.ndarray:
-        """Which of the documents with these hashes are on this side. ValueError if one side has none."""
+        """Which of the documents with these hashes are on this side. ValueError if all are held out."""
         drawn = mix_array(mix(_KEY, self.seed), hashes)
         if isinstance(self.validation, int):
             last = min(self.validation, len(drawn)) - 1
             out = drawn <= np.partition(drawn, last)[last]
         else:
             out = drawn < np.uint64(int(self.validation * 2**64))
-        count = int(out.sum())
-        if count == 0 or count == len(out):
-            nothing = "hold out" if count == 0 else "train on"
+            out |= drawn == drawn.min() if not out.any() else False
+        if out.all():
             raise ValueError(
-                f"{name}: validation={self.validation} leaves none of {len(out):,} documents to {nothing}; give a number of "
+                f"{name}: validation={self.validation} leaves none of {len(out):,} documents to train on; give a number of "
                 "documents below that, such as 1, or another share"
             )
         return out if self.held_out else ~out

@@ -20,7 +20,7 @@ from ..config.schema import LINEARS, Config, Lora, Model
 from ..stack import Stack
 from .model.config import read_config
 from .model.presets import PRESETS, preset_config
-from .model.sizes import extension
+from .model.sizes import extension, pretrained_length
 from .model.weights import cast_parameters
 from .parallelize import prepare
 from .run import Run
@@ -45,7 +45,7 @@ def model_config(options: Model, context: int) -> Any:
     longest = getattr(config, "max_position_embeddings", None) or context
     if context > longest:
         if options.rope is None and not (options.random_init or preset):
-            raise ValueError(_too_long(context, longest))
+            raise ValueError(_too_long(context, longest, config.model_type))
         kinds = {table.get("rope_type") for table in _tables(config.rope_parameters)}
         if "dynamic" not in kinds:  # there this number is the length that stretching begins at
             config.max_position_embeddings = context
@@ -87,10 +87,10 @@ def _check_rope(options: Model, config: Any) -> None:
         )
 
 
-def _too_long(context: int, longest: int) -> str:
+def _too_long(context: int, longest: int, family: str) -> str:
     return (
         f"data.context={context:,} is longer than the {longest:,} positions the model was made for; extend it, for example with "
-        f"{extension(context, longest)}; or lower data.context"
+        f"{extension(context, pretrained_length(family, longest))}; or lower data.context"
     )
 
 

@@ -49,16 +49,16 @@ def hf_config(what: str) -> Any:
 def run_yaml(plan: Plan, model: str, *, kernel: str | None = None, steps: int | None = None) -> str:
     """The run that a plan is for, to give to `ithaca train`: `requested` of it is what was planned. model, kernel: as they were
     asked for."""
-    job, hardware, longest = plan.job, plan.hardware, plan.model.longest
+    job, hardware, pretrained = plan.job, plan.hardware, plan.model.pretrained
     stack = plan.stack if kernel is None else replace(plan.stack, attention=kernel)
     weights = "  # a preset has sizes and no weights: put the folder or the Hub name here" if model in PRESETS else ""
     lines = ["model:", f"  folder: {as_yaml(model)}{weights}"]
-    if plan.too_long and longest:
-        factor = float(-(-plan.context // longest))
+    if plan.too_long and pretrained:
+        factor = float(-(-plan.context // pretrained))
         lines += [
             "  rope:  # a starting point for a context that the model was not made for",
             *("    rope_type: yarn", f"    factor: {as_yaml(factor)}"),
-            f"    original_max_position_embeddings: {longest}",
+            f"    original_max_position_embeddings: {pretrained}",
         ]
     if job.lora:
         lines += ["  lora:", f"    rank: {job.lora}", f"    targets: {as_yaml(tuple(job.targets))}"]

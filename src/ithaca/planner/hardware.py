@@ -129,7 +129,12 @@ def parse_gpus(text: str) -> Hardware:
     match = _FORM.fullmatch(text.strip())
     known = ", ".join(gpu.name for gpu in GPUS.values())
     if match is None:
-        raise ValueError(f"{text!r} does not name GPUs; write 8xH100-80GB, 1xH200 or 2x8xA100-40GB (machines x GPUs)")
+        count, _, short = re.sub(r"\s", "", text.lower()).rpartition("x")
+        meant = GPUS.get(f"rtx{short}")
+        hint = f"; did you mean {count or 1}x{meant.name}?" if meant else ""
+        raise ValueError(
+            f"{text!r} does not name GPUs; write 8xH100-80GB, 1xH200 or 2x8xA100-40GB (machines x GPUs){hint}"
+        )
     nodes, count, name, memory = match.groups()
     if count is None:
         nodes, count = None, nodes

@@ -158,12 +158,12 @@ class Plan:
     @property
     def too_long(self) -> str | None:
         """What a run needs for a context that the model was not made for."""
-        longest = self.model.longest
-        if longest is None or self.context <= longest:
+        longest, pretrained = self.model.longest, self.model.pretrained
+        if longest is None or pretrained is None or self.context <= longest:
             return None
         return (
             f"{self.model.name} was made for {longest:,} positions: a run at {self.context:,} needs "
-            f"{extension(self.context, longest)}"
+            f"{extension(self.context, pretrained)}"
         )
 
     @property

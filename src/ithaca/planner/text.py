@@ -19,17 +19,21 @@ def describe(
     """dry: what a dry run counted. tried: contexts that were counted to find the longest, with what they hold."""
     memory = plan.memory
     lines = [
-        f"{plan.model.name} ({plan.model.weights / 1e9:.2f}B parameters) at {format_tokens(plan.context)} tokens on "
-        f"{plan.hardware.words}: {verdict(plan)}",
+        f"{plan.model.name} ({plan.model.weights / 1e9:.2f}B parameters), {trained(plan)}, at {format_tokens(plan.context)} tokens "
+        f"on {plan.hardware.words}: {verdict(plan)}",
         f"  GPU     {format_bytes(plan.peak)} of {format_bytes(plan.budget)} in {memory.peak_phase} (of it tensors "
         f"{format_bytes(plan.allocated)})",
     ]
     holders = plan.phases[memory.peak_phase]
-    lines += [
-        f"            {format_bytes(nbytes):>9}  {CATEGORIES[name]}"
+    least = (0.02 if explain else 0.04) * plan.peak
+    rows = [
+        (nbytes, CATEGORIES[name])
         for name, nbytes in sorted(holders.items(), key=lambda item: -item[1])
-        if nbytes >= (0.02 if explain else 0.04) * plan.peak
+        if nbytes >= least
     ]
+    rest = sum(nbytes for nbytes in holders.values() if nbytes < least)
+    rows += [(rest, "everything else")] if rest else []
+    lines += [f"            {format_bytes(nbytes):>9}  {words}" for nbytes, words in rows]
     if plan.host:
         parts = {
             "kept activations": memory.host - memory.offloaded,
@@ -37,7 +41,8 @@ def describe(
             "the copy a checkpoint is written from": memory.snapshot,
         }
         split = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
-        lines.append(f"  host    {format_bytes(plan.host)} a machine; a GPU: {split}")
+        room = f"of {format_bytes(plan.host / HOST_SHARE)} or more: {HOST_SHARE:.0%} may be pinned"
+        lines.append(f"  host    {format_bytes(plan.host)} a machine, {room}; a GPU: {split}")
     if plan.disk:
         lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(plan.disk)} a machine")
     if plan.executed:
@@ -77,6 +82,11 @@ def _time(plan: Plan, speed: Speed) -> list[str]:
     notes += [plan.hardware.about_links] if plan.hardware.about_links else []
     lines = [f"  time    {said}; bound by {speed.bound_by} ({parts})"]
     return lines + ([f"          {'; '.join(notes)}"] if notes else [])
+
+
+def trained(plan: Plan) -> str:
+    """What is trained, and how numbers are kept."""
+    return f"LoRA rank {plan.job.lora} in bf16" if plan.job.lora else "all weights in bf16 over fp32"
 
 
 def verdict(plan: Plan) -> str:

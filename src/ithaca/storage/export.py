@@ -96,23 +96,25 @@ def export_checkpoint(
     max_shard_bytes: float = 5e9,
     merge_lora: bool = False,
     base_folder: Path | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """Write the model of a checkpoint to a new folder, in this one process. -> folder
 
     checkpoint: one of them (step-N), or a folder of checkpoints or a run, whose newest is taken.
     base_folder: of a LoRA checkpoint to be merged, the base model; None = where the run had it from. Another base is refused.
+    chat_template: takes the place of the tokenizer's in the new folder.
     """
     require_floors("torch", "transformers", "safetensors")
 
     def write(path: Path) -> Path:
-        return _export(path, folder, tokenizer_folder, dtype, max_shard_bytes, merge_lora, base_folder)
+        return _export(path, folder, tokenizer_folder, dtype, max_shard_bytes, merge_lora, base_folder, chat_template)
 
     return newest(lambda: find_checkpoint(Path(checkpoint)), write, named=Path(checkpoint))
 
 
 def _export(
     path: Path, folder: Path, tokenizer_folder: Path | None, dtype: torch.dtype, max_shard_bytes: float, merge_lora: bool,
-    base_folder: Path | None,
+    base_folder: Path | None, chat_template: str | None,
 ) -> Path:  # fmt: skip
     problems = verify(path)
     if problems:
@@ -147,6 +149,7 @@ def _export(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         tokenizer_folder=tokenizer_folder,
+        chat_template=chat_template,
     )
     alone = Group(1, 0, None)
     return write_folder(outgoing, Path(folder), fetch, Mesh(torch.device("cpu"), alone, alone, alone, alone, None))

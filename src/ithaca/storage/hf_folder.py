@@ -27,6 +27,8 @@ from .safetensors_shards import Entry, Shards
 
 log = logging.getLogger("ithaca")
 
+TEMPLATE = "chat_template.jinja"  # where it is there, what tokenizer_config.json says of templates does not count
+
 Fetch = Callable[[str, torch.dtype], Tensor]
 """A whole parameter by its name in the run, in a dtype. On rank 0 on the host; on the others the result is not looked at."""
 
@@ -43,6 +45,7 @@ class Outgoing:
     dtype: torch.dtype
     max_shard_bytes: float
     tokenizer_folder: Path | None
+    chat_template: str | None = None  # instead of the tokenizer's
 
 
 def write_folder(outgoing: Outgoing, folder: Path, fetch: Fetch, mesh: Mesh) -> Path:
@@ -152,6 +155,8 @@ def _finish(outgoing: Outgoing, hidden: Path, folder: Path) -> None:
         source = None if outgoing.tokenizer_folder is None else outgoing.tokenizer_folder / name
         if source is not None and source.is_file() and not (outgoing.adapters and name == GENERATION):
             shutil.copyfile(source, hidden / name)
+    if outgoing.chat_template is not None and outgoing.tokenizer_folder is not None:
+        (hidden / TEMPLATE).write_text(outgoing.chat_template, encoding="utf-8")
     if outgoing.generation is not None and not outgoing.adapters and not (hidden / GENERATION).exists():
         try:
             with warnings.catch_warnings():

@@ -47,7 +47,7 @@ def check_only(loaded: Loaded, wishes: Wishes) -> None:
     from .preflight import check_run, verdict
 
     loaded, _ = _fetched(loaded)
-    preflight = check_run(loaded.config, loaded.text, allow_change=wishes.allow_change)
+    preflight = check_run(loaded.config, loaded.text, allow_change=wishes.allow_change, trial=True)
     preflight.require()
     print(loaded.text, end="")
     print(verdict(preflight, loaded.config))
@@ -57,7 +57,8 @@ def dry_run(loaded: Loaded, wishes: Wishes) -> None:
     from .preflight import check_run, plans, verdict
 
     loaded, _ = _fetched(loaded)
-    preflight = check_run(loaded.config, loaded.text, allow_change=wishes.allow_change, keep=False, say=print)
+    more: dict[str, Any] = dict(allow_change=wishes.allow_change, keep=False, trial=True, say=print)
+    preflight = check_run(loaded.config, loaded.text, **more)
     preflight.require()
     for line in plans(loaded.config, preflight):
         print(line)

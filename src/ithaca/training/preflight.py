@@ -4,13 +4,18 @@
 what a run does, in the same order and with the same functions, without numbers: the model is built on the meta device, weights are
 compared by their headers, data that is packed is opened, the newest checkpoint is compared with the config. All problems are found
 at once. What only workers can know is left to them: GPUs, their memory, other hosts.
+
+Data that is not packed yet is packed on trial where it is small: into a folder that is gone afterwards, by the code that packs it.
+Of more than that the first records are tried, and the verdict says that the rest has to pack too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,10 +28,11 @@ from ..base.units import format_bytes
 from ..config import missing
 from ..config.curriculum import phase_configs
 from ..config.schema import Config
-from ..data.inputs import understand, with_template
+from ..data.inputs import Input, understand, with_template
+from ..data.look import try_first
 from ..data.pack import _vocabulary as check_vocabulary
 from ..data.rows import Stream
-from ..data.samples import check_kinds, encoding, open_stream, pack_sources, packed_folder
+from ..data.samples import check_kinds, encoding, named_as_settings, open_stream, pack_sources, packed_folder
 from ..data.source import sources_of
 from ..data.tokenizer import load_tokenizer, tokenizer_parts
 from ..engine.attention.choice import Kernels, Need
@@ -58,6 +64,8 @@ from .resume import check_same
 
 Say = Callable[[str], None]
 
+SMALL = 4e6  # bytes of sources that are packed on trial: seconds
+
 
 @dataclass
 class Preflight:
@@ -68,6 +76,7 @@ class Preflight:
     done: int | None = None
     early: Best | None = None  # evaluations have ended the run before its last step
     unpacked: bool = False  # data is still to be packed
+    untried: bool = False  # and nobody has tried all of it
 
     @property
     def finished(self) -> bool:
@@ -92,10 +101,16 @@ class Preflight:
 
 
 def check_run(
-    config: Config, text: str, *, allow_change: bool = False, keep: bool = True, say: Say = lambda line: None
+    config: Config,
+    text: str,
+    *,
+    allow_change: bool = False,
+    keep: bool = True,
+    trial: bool = False,
+    say: Say = lambda line: None,
 ) -> Preflight:
     """text: the config as it will be written down. Nothing is made but notes about data that was checked (samples.py), and
-    these only with keep. say: what data there is."""
+    these only with keep. trial: try to pack what is not packed; without, whoever calls packs it next. say: what data there is."""
     preflight, folder = Preflight(config.train.steps), RunFolder(config.run.folder)
     with preflight.noting(CONFIG):
         folder.check()
@@ -104,20 +119,22 @@ def check_run(
     parts = phase_configs(config)
     contents: dict[str, Any] = {}
     need = 0
-    for number, part in enumerate(parts, 1):
-        about = f"phase {number}: " if len(parts) > 1 else ""
-        with preflight.noting(CONFIG, about):
-            if not any(gap.startswith("model.folder") for gap in gaps):
-                hf = model_config(part.model, part.data.context)
-                need = max(need, _model(part, hf))
-                if not gaps:
-                    stream = _data(preflight, part, hf.vocab_size, about, keep, say)
-                    if stream is not None:
-                        contents.update(stream.contents)
-                        preflight.steps = preflight.steps or with_steps(part, stream).train.steps
-                        if part.objective.kind != "sft":
-                            check_units(part, stream, hf.vocab_size, part.train.steps or preflight.steps)
-                    _evaluation(preflight, part, hf.vocab_size, about, keep, say)
+    with ExitStack() as trials:  # folders of data that was packed on trial
+        read = _Reading(preflight, keep, say, trials if trial else None)
+        for number, part in enumerate(parts, 1):
+            about = f"phase {number}: " if len(parts) > 1 else ""
+            with preflight.noting(CONFIG, about):
+                if not any(gap.startswith("model.folder") for gap in gaps):
+                    hf = model_config(part.model, part.data.context)
+                    need = max(need, _model(part, hf))
+                    if not gaps:
+                        stream = _data(read, part, hf.vocab_size, about)
+                        if stream is not None:
+                            contents.update(stream.contents)
+                            preflight.steps = preflight.steps or with_steps(part, stream).train.steps
+                            if part.objective.kind != "sft":
+                                check_units(part, stream, hf.vocab_size, part.train.steps or preflight.steps)
+                        _evaluation(read, part, hf.vocab_size, about)
     with preflight.noting(CHECKPOINT):
         _checkpoint(preflight, config, folder, text, contents, allow_change)
     with preflight.noting(CHECKPOINT):
@@ -164,8 +181,19 @@ def _stack(config: Config, stack: Any, decoder: Decoder | OwnDecoder) -> None:
             kernels.resolve(need)
 
 
-def _data(preflight: Preflight, config: Config, vocabulary: int, about: str, keep: bool, say: Say) -> Stream | None:
-    """-> the data, if there is nothing to pack"""
+@dataclass(frozen=True)
+class _Reading:
+    """How the data of a run is looked at."""
+
+    preflight: Preflight
+    keep: bool
+    say: Say
+    trials: ExitStack | None  # None: nothing is packed on trial
+
+
+def _data(read: _Reading, config: Config, vocabulary: int, about: str) -> Stream | None:
+    """-> the data, if it could be opened"""
+    preflight, keep, say = read.preflight, read.keep, read.say
     with preflight.noting(DATA, about):
         folder = packed_folder(config)
         if not config.data.is_packed:
@@ -175,39 +203,67 @@ def _data(preflight: Preflight, config: Config, vocabulary: int, about: str, kee
         if folder.is_dir() and any(folder.iterdir()):
             pack_sources(config, say, keep=keep)  # compares what is there with what is asked for
             return open_stream(config, vocabulary, keep=keep)
-        else:
-            preflight.unpacked = True
-            files = sources_of([source for source in config.data.sources if source.synthetic is None])
-            asked = encoding(config)
-            named = asked.get("tokenizer")
-            loaded = None if named is None else load_tokenizer(named)
-            parts = None if loaded is None else tokenizer_parts(loaded)
+        preflight.unpacked = True
+        files = sources_of([source for source in config.data.sources if source.synthetic is None])
+        asked = encoding(config)
+        named = asked.get("tokenizer")
+        loaded = None if named is None else load_tokenizer(named)
+        parts = None if loaded is None else tokenizer_parts(loaded)
+        with named_as_settings():
             inputs = [
                 with_template(understand(number, source), config.data.chat_template, loaded)
                 for number, source in enumerate(files)
             ]
-            check_kinds(config, [(entry.source.path, entry.kind, entry.units) for entry in inputs])
-            for entry in inputs:
-                size = format_bytes(sum(stamp.bytes for stamp in entry.files.stamps.values()))
-                count = len(entry.files.paths)
-                say(
-                    f"{entry.source.path}: {count:,} file{'s' if count != 1 else ''}, {size}, {entry.kind} ({entry.format})"
-                )
-            say(f"  not packed yet: documents, tokens and rows are counted when it is, into {folder}")
             check_vocabulary(inputs, parts, asked.get("vocabulary"), config.data.eos)
+        check_kinds(config, [(entry.source.path, entry.kind, entry.units) for entry in inputs])
+        for entry in inputs:
+            count = len(entry.files.paths)
+            say(
+                f"{entry.source.path}: {count:,} file{'s' if count != 1 else ''}, {format_bytes(_size(entry))}, {entry.kind} "
+                f"({entry.format})"
+            )
+        if read.trials is not None and sum(map(_size, inputs)) <= SMALL:
+            say(f"  not packed yet; tried now, packed into {folder} by the run")
+            return _tried(config, vocabulary, folder, read.trials, say)
+        preflight.untried = True
+        say(f"  not packed yet: documents, tokens and rows are counted when it is, into {folder}")
+        if read.trials is not None:
+            more = {"eos": config.data.eos, "parse": config.data.special_tokens == "parse"}
+            with named_as_settings():
+                for entry in inputs:
+                    try_first(entry, parts, **more)
     return None
 
 
-def _evaluation(preflight: Preflight, config: Config, vocabulary: int, about: str, keep: bool, say: Say) -> None:
+def _size(entry: Input) -> int:
+    return sum(stamp.bytes for stamp in entry.files.stamps.values())
+
+
+def _tried(config: Config, vocabulary: int, folder: Path, trials: ExitStack, say: Say) -> Stream:
+    """The data as the run will pack it, in a folder that stands for the one that the run will make."""
+    trial = str(Path(trials.enter_context(TemporaryDirectory(prefix="ithaca-"))) / "data")
+    config = replace(config, data=replace(config.data, packed=trial))
+
+    def named(text: object) -> str:
+        return str(text).replace(trial, str(folder))
+
+    try:
+        pack_sources(config, lambda line: say(named(line)), keep=False, workers=1)
+        return open_stream(config, vocabulary, keep=False)
+    except ValueError as error:
+        raise ValueError(named(error)) from None
+
+
+def _evaluation(read: _Reading, config: Config, vocabulary: int, about: str) -> None:
     if config.eval.every is None:
         return
     held_out = held_out_config(config)
     if held_out is not None:
-        _data(preflight, held_out, vocabulary, about, keep, lambda line: say(f"held out: {line}"))
+        _data(replace(read, say=lambda line: read.say(f"held out: {line}")), held_out, vocabulary, about)
     elif config.data.holds_out and packed_folder(config).is_dir():
-        with preflight.noting(DATA, about):
-            open_held_out(config, vocabulary, keep=keep)
-    with preflight.noting(CONFIG, about):
+        with read.preflight.noting(DATA, about):
+            open_held_out(config, vocabulary, keep=read.keep)
+    with read.preflight.noting(CONFIG, about):
         make_suite(config, open_language(config, vocabulary), None, 1)
 
 
@@ -283,7 +339,8 @@ def verdict(preflight: Preflight, config: Config) -> str:
         f"step {preflight.done + 1} of {steps}, from step-{preflight.done}" if preflight.done else f"step 1 of {steps}"
     )
     first = "packs its data, then " if preflight.unpacked else ""
-    return f"this run can start: it {first}trains {begin}, in {where}"
+    packs = ", if the data packs" if preflight.untried else ""
+    return f"this run can start{packs}: it {first}trains {begin}, in {where}"
 
 
 def finished(preflight: Preflight, config: Config) -> str:

@@ -38,6 +38,11 @@ class ModelSizes:
     parameters: int = 0  # of a model without arithmetic here: as many as its parts have
 
     @property
+    def pretrained(self) -> int | None:
+        """Positions that an extension counts from."""
+        return self.longest and pretrained_length(self.family, self.longest)
+
+    @property
     def traits(self) -> Family:
         return FAMILIES[self.family]
 
@@ -168,11 +173,17 @@ def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
     )
 
 
-def extension(context: int, longest: int) -> str:
+def pretrained_length(family: str, longest: int) -> int:
+    """Tokens of the rows that a model was pretrained on, where its config leaves room for more: Qwen3 was pretrained at 32,768, has
+    40,960 for an answer of that length behind a prompt, and its makers stretch from 32,768."""
+    return 32768 if family in ("qwen3", "qwen3_moe") and longest == 40960 else longest
+
+
+def extension(context: int, pretrained: int) -> str:
     """What trains a model beyond the positions it was made for."""
     return (
-        f"--model.rope.rope_type yarn --model.rope.factor {-(-context // longest)} "
-        f"--model.rope.original_max_position_embeddings {longest}, or a larger --model.rope.rope_theta"
+        f"--model.rope.rope_type yarn --model.rope.factor {-(-context // pretrained)} "
+        f"--model.rope.original_max_position_embeddings {pretrained}, or a larger --model.rope.rope_theta"
     )
 
 

@@ -7,7 +7,9 @@ import time
 import torch.distributed as dist
 
 from ...base.hub import local
-from ...config import Config
+from ...config import Config, load
+from ...data.samples import trained_template
+from ...data.templates import template_text
 from ...data.tokenizer import load_tokenizer
 from ...engine.build import device_of, model_config
 from ..opening import Opened, load_model
@@ -26,6 +28,7 @@ def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
     """-> exit code"""
     config = opened.config
     tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer.chat_template = _template(opened) or tokenizer.chat_template
     prompt = prompt_ids(tokenizer, question, text, parse=config.data.special_tokens == "parse")
     hf = model_config(config.model, config.data.context)
     reach = getattr(hf, "max_position_embeddings", None)
@@ -41,5 +44,16 @@ def ask(opened: Opened, question: str, text: str | None, most: int) -> int:
     )
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(tokenizer.decode(answer, skip_special_tokens=True).strip())
-        print(f"({len(prompt):,} tokens read, {len(answer)} written, {time.perf_counter() - begin:.1f} s)")
+        plain = "; plain text: there is no chat template" if tokenizer.chat_template is None else ""
+        print(f"({len(prompt):,} tokens read, {len(answer)} written, {time.perf_counter() - begin:.1f} s{plain})")
     return 0
+
+
+def _template(opened: Opened) -> str | None:
+    """What was asked for, or else what the run was trained with."""
+    asked = opened.config.data.chat_template
+    if opened.run is not None:
+        trained = load(opened.run / "config.yaml").config
+        if asked == trained.data.chat_template:
+            return trained_template(trained, opened.run)
+    return None if asked is None else template_text(asked)

@@ -92,7 +92,9 @@ def plan_workers(config: Config) -> Plan:
 
     visible = torch.cuda.device_count()
     if visible == 0:
-        raise ValueError("torch sees no GPU here; train on the CPU with --launch.cpu N, or see: ithaca doctor")
+        raise ValueError(
+            "torch sees no GPU here; use the CPU with --cpu N (in a file launch.cpu: N), or see: ithaca doctor"
+        )
     if launch.share_gpu:
         why = why_not_shared()
         if why is not None:
