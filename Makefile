@@ -46,9 +46,9 @@ plans: setup
 losses: setup
 	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py tests/integrations/test_dpo.py
 
-# More trees, models and layouts against the unrolled batch: 8 minutes on 2 cores.
+# More trees, models and layouts against the unrolled batch; steps with and without shared prompts. 9 minutes on 2 cores.
 trees: setup
-	ITHACA_TREES=long $(BIN)/python -m pytest -q tests/parity/test_trees.py
+	ITHACA_TREES=long $(BIN)/python -m pytest -q tests/parity/test_trees.py tests/training/test_criterion.py
 
 # Every decoder type of transformers, tried: docs/reference/families.md. About 5 minutes on 2 cores.
 families: setup

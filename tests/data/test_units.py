@@ -67,6 +67,48 @@ def test_both_answers_as_each_would_be_alone(tmp_path: Path, tokenizer: Path):
             assert ids_of(found, document)[column == "rejected"] == (ids.tolist(), ids[seen].tolist())
 
 
+def _node(said: Any, parent: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"text" if isinstance(said, str) else "messages": said, "parent": parent, **more}
+
+
+def test_texts_and_chats_with_branches(tmp_path: Path, tokenizer: Path):
+    """Each way is what it would be alone, and ways share tokens, not letters."""
+    said = [
+        {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "ho"), ("assistant", "no no"))
+    ]
+    trees = [
+        {"nodes": [_node("abc ab", train=False), _node("cdef", 0), _node("xyz", 0, train=False), _node("k", 2)]},
+        {
+            "nodes": [
+                _node(said[:1]),
+                _node(said[1:2], 0),
+                _node([said[0], said[2]], 1),
+                _node(said[2:], 0, train=False),
+            ]
+        },
+    ]
+    found = packed(tmp_path, trees, tokenizer=str(tokenizer), vocabulary=None)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_jsonl(
+        alone / "a.jsonl", [{"prompt": "abc ab", "completion": "cdef"}, {"prompt": "abc abxyz", "completion": "k"}]
+    )
+    write_jsonl(alone / "b.jsonl", [{"messages": [said[0], said[1], said[0], said[2]]}])
+    names = [Source(str(alone / name)) for name in ("a.jsonl", "b.jsonl")]
+    plain = pack(names, alone / "packed", tokenizer=str(tokenizer), workers=1, quiet=True)
+    ways = [*ids_of(found, 0), *ids_of(found, 1)]
+    for document, way in enumerate(ways):
+        start, stop = (int(at) for at in plain.offsets[document : document + 2])
+        ids, seen = plain.read(start, stop), plain.mask(start, stop)
+        assert seen is not None and way == (ids.tolist(), ids[seen].tolist())
+    assert len(ways) == 3
+    # "abc ab" + "cdef" is tokenised as one text: what is shared ends before the token that reaches over the boundary
+    one, two = ways[0][0], ways[1][0]
+    alike = next(at for at, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
+    assert found.shared(0) == [0, alike - 1] and 0 < alike < len(one)
+    assert found.manifest["dropped"] == {"unsupervised": 1}  # the branch that is not trained on
+
+
 def pairs(count: int, seed: int = 0, longest: int = 9) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     draw = lambda: rng.integers(0, 100, rng.integers(1, longest)).tolist()  # noqa: E731

@@ -168,6 +168,10 @@ def test_what_changed_since_the_checkpoint():
     now = BEFORE.replace("1.0e-05", "3.0e-05").replace("cpu: 4", "cpu: 8").replace("seed: 0", "seed: 1")
     assert changes(BEFORE, now, 5) == (["train.lr 1e-05 → 3e-05"], ["data.seed 0 → 1"])
     assert changes(BEFORE, BEFORE, 5) == ([], [])
+    # runs from before there was a choice go on
+    chosen = BEFORE.replace("data: {", "data: {share_prefixes: auto, ")
+    assert chosen != BEFORE and changes(BEFORE, chosen, 5) == ([], [])
+    assert changes(chosen, chosen.replace("auto", "'off'"), 5)[1] == ["data.share_prefixes auto → off"]
     assert changes(BEFORE, BEFORE.replace(", lora: {rank: 8}", ""), 5) == ([], ["model.lora.rank 8 → null"])
 
 

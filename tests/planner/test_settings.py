@@ -72,6 +72,7 @@ OTHER = {
                      "temperature")
     },
     "with adapters a forward more, see below": {"objective.reference", "objective.kl"},
+    "of pairs and rollouts, see below": {"data.share_prefixes"},
     "files": {"checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.failures", "model.lora.merge_on_export"},
     "a forward that keeps nothing, beside the steps": {"eval"},
     "what is said": {"log"},
@@ -133,6 +134,10 @@ CASES: list[tuple[str, int, int, Stack, dict[str, Any]]] = [
 if os.environ.get("ITHACA_PLANS") == "long":  # make plans
     CASES += [
         ("qwen3_4b", 16 * K, 1, Stack(recompute="none", tile=None), dict(lora=16, targets=QV)),
+        # attention is the peak there, and is merged
+        ("llama32_1b", 64 * K, 1, Stack(tile=2048, store="host"), dict(units=True, trees=True, lora=16)),
+        ("llama32_1b", 64 * K, 1, Stack(tile=2048, store="host", heads_per_stage=16), dict(units=True, trees=True, lora=16)),
+        ("llama32_1b", 64 * K, 2, Stack(ulysses=2, tile=2048, store="host"), dict(units=True, trees=True, lora=16)),
         ("qwen3_8b", 16 * K, 2, Stack(ulysses=2), dict(lora=16, targets=("q_proj", "lm_head"))),
         ("llama3_8b", 16 * K, 1, Stack(tile=8192), dict(offload=True, lora=16)),
         ("llama3_8b", 8 * K, 4, Stack(ulysses=4, tile=2048), dict(offload=True)),
@@ -221,6 +226,15 @@ def test_a_reference_is_a_forward_more():
     ]
     plain, scored, without, forward, with_kl = seconds
     assert plain < scored == without < 1.1 * plain and 1.15 * plain < forward == with_kl < 1.6 * plain
+
+
+def test_answers_that_share_their_prompt_are_merged_in_fp32():
+    config = replace(ADAPTED, objective=Objective(kind="dpo"))
+    shared, apart = (
+        plan("llama32_1b", gpus="1xA100", stack=Stack(tile=2048, store="host"), **requested(each))
+        for each in (config, replace(config, data=replace(config.data, share_prefixes="off")))
+    )
+    assert shared.peak > apart.peak and shared.speed.seconds == apart.speed.seconds
 
 
 def test_what_did_not_fit_fits_with_its_states_on_the_host():

@@ -51,6 +51,7 @@ def test_every_family_has_sizes_that_are_believed(name: str):
         ({"hidden_size": 100, "num_attention_heads": 8, "head_dim": None}, "is no multiple of num_attention_heads=8"),
         ({"hidden_act": "os.system"}, "hidden_act='os.system'"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x'"),
+        ({"rope_parameters": {"rope_type": "\n", "rope_theta": 1e4}}, "rope_type='\\n' must be one of default, linear"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_parameters.rope_theta=-1"),
         ({"rope_parameters": [1]}, "rope_parameters=[1]"),
         ({"layer_types": ["full_attention"] * 7}, "layer_types has 7 entries"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ import ithaca
 from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
 from ithaca.config import load
-from ithaca.data.batch import batch_of_units
+from ithaca.data.batch import batch_from_rows, batch_of_units
 from ithaca.data.folder import Packed
 from ithaca.data.pack import pack
 from ithaca.data.rows import Stream, open_rows
+from ithaca.data.samples import pack_sources
 from ithaca.data.source import Source
-from ithaca.engine.criterion import Preferences, Rollouts, check_criterion, units_of
+from ithaca.engine.criterion import Preferences, Rollouts, Supervised, check_criterion, units_of
 from ithaca.engine.objective.policy import Policy
 from ithaca.engine.objective.preference import Preference, preference_losses
 from ithaca.engine.parallelize import read_decoder
 from ithaca.evaluation.reference import Scores, score, tokens_of_batch
+from ithaca.evaluation.score import score_rows
 from ithaca.evaluation.suite import Suite, run_suite
 from ithaca.observe.metrics import read_metrics
 from ithaca.training.trainer import train
@@ -36,6 +39,7 @@ from ..contract.tiny import VOCABULARY, gradients, meta, tiny, worst
 from ..data.make import write_jsonl
 
 CONTEXT, ROWS = 48, 8
+LONG = os.environ.get("ITHACA_TREES") == "long"
 
 
 def records() -> list[dict[str, Any]]:
@@ -73,8 +77,8 @@ def reference_of(part: Tensor) -> Tensor:
     return -8.0 - (part.double() * 0.7).sin()
 
 
-def stream_of(folder: str) -> Stream:
-    return Stream(open_rows(Packed(folder), CONTEXT, keep=False), seed=3)
+def stream_of(folder: str, share: bool = True) -> Stream:
+    return Stream(open_rows(Packed(folder), CONTEXT, share=share, keep=False), seed=3)
 
 
 SETTINGS = {
@@ -84,9 +88,9 @@ SETTINGS = {
 }
 
 
-def expected(packed: Path, settings: Preference) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+def expected(packed: Path, settings: Preference, share: bool) -> tuple[float, dict[str, float], dict[str, Tensor]]:
     """The step's loss, numbers and gradients by the untouched model, from the records themselves."""
-    model, stream = tiny("llama3"), stream_of(str(packed))
+    model, stream = tiny("llama3"), stream_of(str(packed), share)
     numbers = [stream.units(row) for row in range(ROWS)]
     parts = torch.from_numpy(np.concatenate([units.parts for units in numbers]))
     every = records()
@@ -99,12 +103,13 @@ def expected(packed: Path, settings: Preference) -> tuple[float, dict[str, float
     return float(losses.mean().detach()), {name: float(value.mean()) for name, value in values.items()}, grads
 
 
-def step(folder: str, stack: dict[str, Any], accumulation: int, settings: Preference) -> Any:
+def step(folder: str, stack: dict[str, Any], accumulation: int, settings: Preference, share: bool) -> Any:
     run = ithaca.prepare(tiny("llama3"), ithaca.Stack(**stack), device="cpu")
-    stream, each = stream_of(folder), ROWS // accumulation
+    stream, each = stream_of(folder, share), ROWS // accumulation
     batches = [
         batch_of_units(stream, range(at, at + each), run.mesh, run.stack, VOCABULARY) for at in range(0, ROWS, each)
     ]
+    assert all((batch.parents is not None) == share for batch in batches)
     criterion = Preferences(settings, lambda run, batch: reference_of(units_of(batch).parts))
     loss = 0.0
     for part, finite in criterion.losses(run, batches):
@@ -123,11 +128,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_as_the_untouched_model(workers: Workers, packed: Path, name: str):
+def layouts(names: Any, apart: str) -> list[Any]:
+    """Each with prompts that are shared, and one without; `make trees`: each with both."""
+    pairs = [(name, share) for share in (True, False) for name in names if share or LONG or name == apart]
+    return [pytest.param(name, share, id=f"{name}{'' if share else ', apart'}") for name, share in pairs]
+
+
+@pytest.mark.parametrize(("name", "share"), layouts(LAYOUTS, "2 ring"))
+def test_as_the_untouched_model(workers: Workers, packed: Path, name: str, share: bool):
     world, stack, accumulation, settings = LAYOUTS[name]
-    loss, numbers, theirs = expected(packed, SETTINGS[settings])
-    answers = workers.run(step, str(packed), stack, accumulation, SETTINGS[settings], world=world)
+    loss, numbers, theirs = expected(packed, SETTINGS[settings], share)
+    answers = workers.run(step, str(packed), stack, accumulation, SETTINGS[settings], share, world=world)
     for found, said, _ in answers:
         assert found == pytest.approx(loss, rel=1e-5) and found == answers[0][0]
         assert said == pytest.approx(numbers, rel=1e-4, abs=1e-5)
@@ -137,18 +148,20 @@ def test_as_the_untouched_model(workers: Workers, packed: Path, name: str):
 # -- scores of a reference ---------------------------------------------------------------------------------------------
 
 
-def scored(folder: str, out: str, stack: dict[str, Any]) -> None:
+def scored(folder: str, out: str, stack: dict[str, Any], share: bool) -> None:
     run = ithaca.prepare(tiny("llama3"), ithaca.Stack(**stack), device="cpu")
-    stream = stream_of(folder)
+    stream = stream_of(folder, share)
     score(run, Path(out), stream, [0, 1, 2], model="tiny", temperature=1.0, tokens=CONTEXT)
     score(run, Path(out), stream, range(3, len(stream)), model="tiny", temperature=1.0, tokens=2 * CONTEXT)
 
 
-@pytest.mark.parametrize(("world", "stack"), [(1, {}), (4, dict(ulysses=2, tile=5))], ids=["1", "4"])
+@pytest.mark.parametrize(
+    ("world", "stack", "share"), [(1, {}, False), (4, dict(ulysses=2, tile=5), True)], ids=["1, apart", "4, shared"]
+)
 def test_scores_are_those_of_the_untouched_model(
-    workers: Workers, packed: Path, tmp_path: Path, world: int, stack: dict[str, Any]
+    workers: Workers, packed: Path, tmp_path: Path, world: int, stack: dict[str, Any], share: bool
 ):
-    workers.run(scored, str(packed), str(tmp_path / "scores"), stack, world=world)
+    workers.run(scored, str(packed), str(tmp_path / "scores"), stack, share, world=world)
     scores, folder, model = Scores(tmp_path / "scores"), Packed(packed), tiny("llama3")
     scores.check(folder, VOCABULARY, 1.0)
     with torch.no_grad():
@@ -290,10 +303,10 @@ POLICIES = {
 
 
 def plain_policy(
-    packed: Path, settings: Policy, accumulation: int
+    packed: Path, settings: Policy, accumulation: int, share: bool
 ) -> tuple[float, dict[str, float], dict[str, Tensor]]:
     """Written out, completion by completion. The reference says -6.5 of every token."""
-    model, stream, every = tiny("llama3"), stream_of(str(packed)), rollouts()
+    model, stream, every = tiny("llama3"), stream_of(str(packed), share), rollouts()
     first = np.cumsum([0, *(len(each["completions"]) for each in every)])
     steps = [[] for _ in range(accumulation)]  # groups of each micro-batch
     for row in range(ROWS):
@@ -336,15 +349,16 @@ def plain_policy(
     return float(loss.detach()), numbers, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def policy_step(folder: str, stack: dict[str, Any], accumulation: int, settings: Policy) -> Any:
+def policy_step(folder: str, stack: dict[str, Any], accumulation: int, settings: Policy, share: bool) -> Any:
     run = ithaca.prepare(tiny("llama3"), ithaca.Stack(**stack), device="cpu")
-    stream, each = stream_of(folder), ROWS // accumulation
+    stream, each = stream_of(folder, share), ROWS // accumulation
     batches = [
         batch_of_units(
             stream, range(at, at + each), run.mesh, run.stack, VOCABULARY, lambda a, b: np.full(b - a, -6.5, np.float32)
         )
         for at in range(0, ROWS, each)
     ]
+    assert all((batch.parents is not None) == share for batch in batches)
     criterion = Rollouts(settings, rewards=True, reference=tokens_of_batch if settings.kl else None)
     loss = 0.0
     for part, _ in criterion.losses(run, batches):
@@ -354,21 +368,19 @@ def policy_step(folder: str, stack: dict[str, Any], accumulation: int, settings:
     return loss, criterion.numbers(), found if run.mesh.world.rank == 0 else None
 
 
-@pytest.mark.parametrize(
-    ("world", "stack", "accumulation", "name"),
-    [
-        (1, {}, 4, "grpo"),
-        (2, dict(ring=2, tile=5), 2, "bnpo"),
-        (2, {}, 2, "dr_grpo"),
-        (4, dict(ulysses=2, tile=3), 2, "dapo"),
-    ],
-)
-def test_a_policy_step_written_out(
-    workers: Workers, sampled: Path, world: int, stack: dict[str, Any], accumulation: int, name: str
-):
-    settings = POLICIES[name]
-    loss, numbers, theirs = plain_policy(sampled, settings, accumulation)
-    answers = workers.run(policy_step, str(sampled), stack, accumulation, settings, world=world)
+GROUPS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "grpo": (1, {}, 4),
+    "bnpo": (2, dict(ring=2, tile=5), 2),
+    "dr_grpo": (2, {}, 2),
+    "dapo": (4, dict(ulysses=2, tile=3), 2),
+}
+
+
+@pytest.mark.parametrize(("name", "share"), layouts(GROUPS, "dr_grpo"))
+def test_a_policy_step_written_out(workers: Workers, sampled: Path, name: str, share: bool):
+    settings, (world, stack, accumulation) = POLICIES[name], GROUPS[name]
+    loss, numbers, theirs = plain_policy(sampled, settings, accumulation, share)
+    answers = workers.run(policy_step, str(sampled), stack, accumulation, settings, share, world=world)
     for found, said, _ in answers:
         assert found == pytest.approx(loss, rel=1e-5) and found == answers[0][0]
         assert {key: said[key] for key in numbers} == pytest.approx(numbers, rel=1e-4) and said["clipped"] > 0
@@ -384,6 +396,112 @@ def test_a_run_on_rollouts(workers: Workers, sampled: Path, tmp_path: Path):
     run(workers, sampled, tmp_path / "parts", 2, 2, *asked)
     parts = run(workers, sampled, tmp_path / "parts", 2, 3, *asked)
     assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------------
+
+
+def grown() -> list[dict[str, Any]]:
+    """Trees of 2 to 8 nodes, of which some are not learned; the first children of a node may begin alike."""
+    rng, found = np.random.default_rng(2), []
+    for _ in range(16):
+        nodes: list[dict[str, Any]] = []
+        for at in range(rng.integers(2, 9)):
+            ids = rng.integers(0, 4 if at % 2 else VOCABULARY, rng.integers(1, 5)).tolist()
+            parent = None if at == 0 else int(rng.integers(0, at))
+            nodes.append({"input_ids": ids, "parent": parent, "train": bool(rng.random() < 0.7)})
+        nodes[0]["train"], nodes[-1]["train"] = False, True
+        found.append({"nodes": nodes})
+    return found
+
+
+def ways_of(record: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    nodes, found = record["nodes"], []
+    for leaf in range(len(nodes)):
+        if all(node["parent"] != leaf for node in nodes):
+            ids, learned, at = [], [], leaf
+            while at is not None:
+                ids = [*nodes[at]["input_ids"], *ids]
+                learned = [nodes[at]["train"]] * len(nodes[at]["input_ids"]) + learned
+                at = nodes[at]["parent"]
+            found += [(ids, learned)] * any(learned[1:])
+    return found
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trees")
+    path = write_jsonl(folder / "trees.jsonl", grown())
+    pack([Source(str(path))], folder / "packed", vocabulary=VOCABULARY, workers=1, quiet=True)
+    return folder / "packed"
+
+
+@pytest.fixture(scope="module")
+def unrolled() -> tuple[float, int, dict[str, Tensor]]:
+    """Loss, supervised tokens and gradients of the untouched model, way by way."""
+    model, total, count = tiny("llama3"), torch.zeros(()), 0
+    for ids, learned in (way for record in grown() for way in ways_of(record)):
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        total = total + losses[torch.tensor(learned[1:])].sum()
+        count += sum(learned[1:])
+    (total / count).backward()
+    return float(total.detach()) / count, count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def step_of_trees(folder: str, stack: dict[str, Any], share: bool) -> Any:
+    run = ithaca.prepare(tiny("llama3"), ithaca.Stack(**stack), device="cpu")
+    stream = stream_of(folder, share)
+    parts = range(3), range(3, len(stream))  # two micro-batches
+    batches = [batch_from_rows(stream, part, run.mesh, run.stack, VOCABULARY) for part in parts]
+    assert all((batch.parents is not None) == share for batch in batches)
+    criterion, loss = Supervised(), 0.0
+    for part, finite in criterion.losses(run, batches):
+        part.backward()
+        loss += float(part.detach())
+        assert bool(finite)
+    measured = score_rows(run, stream, range(len(stream)), tokens=CONTEXT, edges=(0, 5)).ranges
+    found = gradients(run)
+    return loss, sum(batch.supervised for batch in batches), measured, found if run.mesh.world.rank == 0 else None
+
+
+FORESTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, dict(tile=7)),
+    "2 ring": (2, dict(ring=2, tile=5)),
+    "4 = 2 ulysses × 2 ring": (4, dict(ulysses=2, ring=2, heads_per_stage=1)),
+    "2 ulysses": (2, dict(ulysses=2)),
+}
+
+
+@pytest.mark.parametrize(("name", "share"), layouts(FORESTS, "2 ulysses"))
+def test_trees_as_their_ways_unrolled(
+    workers: Workers, trees: Path, unrolled: tuple[float, int, dict[str, Tensor]], name: str, share: bool
+):
+    """What is shared counts once for every way through it, in the loss and in evaluations."""
+    world, stack = FORESTS[name]
+    loss, count, theirs = unrolled
+    answers = workers.run(step_of_trees, str(trees), stack, share, world=world)
+    for found, supervised, measured, _ in answers:
+        assert found == pytest.approx(loss, rel=1e-5) and supervised == count == int(measured[:, 2].sum())
+        assert float(measured[:, 0].sum()) / count == pytest.approx(loss, rel=1e-5) and measured[:, 2].min() > 0
+    assert len(theirs) > 8 and worst(answers[0][3], theirs) <= 1e-5
+
+
+def test_what_was_shared_is_said(trees: Path, tmp_path: Path):
+    config = tiny("qwen3_moe").config
+    for name, balanced in (("plain", False), ("balanced", True)):
+        config.output_router_logits, config.router_aux_loss_coef = balanced, 0.01
+        config.save_pretrained(tmp_path / name)
+    for model, more, words in (
+        ("plain", [], "tokens are computed, "),
+        ("plain", ["data.share_prefixes=off"], None),
+        ("balanced", [], "is computed for each of them: the experts' balance loss"),
+    ):
+        said: list[str] = []
+        given = [f"model.folder={tmp_path / model}", f"data.packed={trees}", f"data.context={CONTEXT}", "train.steps=1"]
+        pack_sources(load(None, [*given, f"run.folder={tmp_path / 'run'}", *more]).config, said.append)
+        assert ("tokens are computed" in "\n".join(said)) == (words == "tokens are computed, ")
+        assert words is None or words in "\n".join(said)
 
 
 # -- refused before the first step ---------------------------------------------------------------------------------------
@@ -409,7 +527,7 @@ launch: {{cpu: 1}}
         (
             packed,
             [],
-            "holds preferences, and objective.kind=sft learns from texts, chats and completions; learn from both",
+            "holds preferences, and objective.kind=sft learns from texts, chats, completions and trees; learn from both",
         ),
         (packed, ["--objective=policy"], "holds preferences, and objective.kind=policy learns from rollouts"),
         (sampled, ["--objective=dpo"], "holds rollouts, and objective.kind=dpo learns from preferences"),

@@ -101,7 +101,7 @@ def _source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", default="auto", help="jsonl, json, parquet, txt, tokens or datasets (default: by name)"
     )
-    kinds = "text, chat, sharegpt, alpaca, completion, preference, rollout or tokens"
+    kinds = "text, chat, sharegpt, alpaca, completion, preference, rollout, tree or tokens"
     parser.add_argument("--kind", help=f"{kinds} (default: by the columns)")
     parser.add_argument(
         "--column", action="append", default=[], metavar="NAME=COLUMN", help="what a column is called in the data"
@@ -132,10 +132,11 @@ def run_pack(options: argparse.Namespace) -> int:
     if options.vocabulary is not None and not 2 <= options.vocabulary <= 1 << 24:
         raise ValueError(f"--vocabulary {options.vocabulary} must be from 2 to {1 << 24:,} token ids")
     request = _from_config(options) if _is_config(options.files) else _from_flags(options)
-    context, policy, seed, shares = request.pop("plan")
+    context, policy, seed, shares, share = request.pop("plan")
     notes: list[str] = []
     packed = pack(**request, workers=options.workers, force=options.force, quiet=options.json, say=notes.append)
-    plans = [] if context is None else rows_at(packed, context, policy, seed, keep=True, validation=shares(packed))
+    more: dict[str, Any] = dict(keep=True, validation=shares(packed), share=share(packed))
+    plans = [] if context is None else rows_at(packed, context, policy, seed, **more)
     if options.json:
         print(json.dumps({**describe(packed), "reused": bool(notes), "rows": plans}, indent=1, ensure_ascii=False))
         return 0
@@ -175,7 +176,13 @@ def _from_flags(options: argparse.Namespace) -> dict[str, Any]:
         "eos": options.eos is not False,
         "special_tokens": options.special_tokens or "text",
         "chat_template": options.chat_template,
-        "plan": (None if options.context is None else parse_tokens(options.context), "split", 0, lambda packed: None),
+        "plan": (
+            None if options.context is None else parse_tokens(options.context),
+            "split",
+            0,
+            lambda packed: None,
+            lambda packed: True,
+        ),
     }
 
 
@@ -183,7 +190,7 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
     from ..base.units import parse_tokens
     from ..config import load
     from ..data.fetch import fetch_model
-    from ..data.samples import encoding, shares_of
+    from ..data.samples import encoding, shares_of, shares_prefixes
     from ..data.source import sources_of
 
     config = fetch_model(load(options.files[0]).config, weights=False)
@@ -205,7 +212,13 @@ def _from_config(options: argparse.Namespace) -> dict[str, Any]:
         "eos": data.eos if options.eos is None else options.eos,
         "special_tokens": options.special_tokens or data.special_tokens,
         "chat_template": options.chat_template or data.chat_template,
-        "plan": (context, data.long_documents, data.seed, lambda packed: shares_of(config, packed)),
+        "plan": (
+            context,
+            data.long_documents,
+            data.seed,
+            lambda packed: shares_of(config, packed),
+            lambda packed: shares_prefixes(config, packed),
+        ),
     }
 
 
@@ -343,7 +356,7 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
     from rich.table import Table
 
     from ..data.find import left_out_words
-    from ..data.report import dropped_words, equal_words, kind_words, marked_words, plan_words
+    from ..data.report import dropped_words, equal_words, kind_words, left_out_units, marked_words, plan_words
 
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(
@@ -357,7 +370,13 @@ def _print(about: dict[str, Any], options: argparse.Namespace) -> None:
             f"  {escape(source['name'])}: {kind_words(source)}, {source['documents']:,} documents, {source['tokens']:,} tokens"
             + (f"; documents left out: {dropped}" if dropped else "")
         )
-        for line in (*marked_words(source), *equal_words(source), *left_out_words(source["left_out"])):
+        said = (
+            *marked_words(source),
+            *left_out_units(source),
+            *equal_words(source),
+            *left_out_words(source["left_out"]),
+        )
+        for line in said:
             console.print(f"    {line}", markup=False)
     lengths = about["lengths"]
     shares = ", ".join(f"{float(share):.0%} {value:,}" for share, value in lengths["quantiles"].items())

@@ -36,6 +36,7 @@ RUN is a YAML file, a run folder, or a recipe (ithaca recipes ls); then every se
 """
 FIXED = "fields that stay as given; the planner chooses the others. Values are as in YAML (ithaca docs config)"
 RANK = 16  # of adapters, where nobody says it
+OBJECTIVES = ("sft", "dpo", "policy")
 GPUS = "such as 8xH100-80GB, 1xH200, 2x8xA100-40GB (machines x GPUs)"
 
 
@@ -48,6 +49,10 @@ def add_plan(verbs: Any) -> None:
     )
     parser.set_defaults(run=run_plan, traceback=False)
     add_request(parser, run=True)
+    parser.add_argument(
+        "--objective", choices=OBJECTIVES,
+        help="what is learned (default sft). dpo with --lora: the base scores every step; dpo and policy: answers share prompts",
+    )  # fmt: skip
     parser.add_argument(
         "--compare", metavar="GPUS,... | FIELD=VALUE,...",
         help="the same on each of these machines; or a second plan with these fields of the stack, side by side",
@@ -122,6 +127,9 @@ def request(options: argparse.Namespace) -> dict[str, Any]:
         if not options.lora:
             problems.append("--lora-targets says where adapters go, but there are none; give --lora RANK too")
     require(problems, "this cannot be planned")
+    objective = getattr(options, "objective", None) or "sft"
+    if objective != "sft":
+        asked |= {"objective": objective, "reference": bool(options.lora) and objective == "dpo", "trees": True}
     return {**asked, **pinned}
 
 
@@ -164,6 +172,7 @@ def _questions(options: argparse.Namespace, named: bool) -> list[Question]:
     if options.context is None and not options.max_context:
         raise ValueError("at which length? Give --context, such as 1M, or --max-context for the longest that fits")
     rope = _take_rope(options)
+    _take_objective(options)
     asked = request(options)  # what is wrong with it is said now
     model = known_model(options.model)
 
@@ -207,12 +216,22 @@ def _take_rope(options: argparse.Namespace) -> list[str]:
     return rope
 
 
+def _take_objective(options: argparse.Namespace) -> None:
+    """--objective is a setting of a run, too, and came as one."""
+    for text in [text for text in options.overrides if text.partition("=")[0] in ("objective", "objective.kind")]:
+        options.overrides.remove(text)
+        options.objective = text.partition("=")[2]
+        if options.objective not in OBJECTIVES:
+            raise ValueError(f"--objective {options.objective!r} is unknown; choose one of {', '.join(OBJECTIVES)}")
+
+
 def _of_run(options: argparse.Namespace, named: bool) -> list[Question]:
     from ..planner.run import hardware_of, load_run, overrides_of, parts_of, taken
 
     loaded = load_run(options.model, overrides_of(options))
     hardware, said = (None, "--compare") if named and options.gpus is None else hardware_of(loaded, options.gpus)
     parts, took = parts_of(loaded), taken(loaded, hardware, said)
+    took += [] if (saved := _shared(loaded.config)) is None else [saved]
     machine = {name: getattr(options, name) for name in MACHINES}
     if options.max_context and len(parts) > 1:
         raise ValueError(
@@ -229,6 +248,21 @@ def _of_run(options: argparse.Namespace, named: bool) -> list[Question]:
     return [question(part) for part in parts]
 
 
+def _shared(config: Any) -> tuple[str, str, str] | None:
+    """What units of packed data save by sharing what they begin with; None where that is not known, or nothing."""
+    folder = Path(config.data.packed or Path(config.run.folder) / "data")
+    if config.data.share_prefixes == "off" or not (folder / "manifest.json").is_file():
+        return None
+    from ..data.folder import Packed
+
+    found = Packed(folder).pairs_of_tokens()
+    if found is None:
+        return None
+    tokens, pairs = ((1 - shared / whole) for shared, whole in found)
+    words = f"{tokens:.0%} fewer tokens, {pairs:.0%} fewer pairs in attention, than each answer by itself"
+    return "shared prefixes", words, str(folder)
+
+
 def run_plan(options: argparse.Namespace) -> int:
     at_least(1, layers=options.layers, port=options.port)
     if options.web:
@@ -237,6 +271,8 @@ def run_plan(options: argparse.Namespace) -> int:
         raise ValueError("--port and --no-open are of the page in the browser; give --web too")
     machines, changed = _compared(options.compare)
     questions = _questions(options, bool(machines))
+    if options.html and options.objective and not questions[0].taken:
+        raise ValueError("--html writes the page of plain training; with --objective, plan the YAML file of the run")
     if machines:
         return _compare(questions, machines, options)
     answers = [_answer(question, changed, options) for question in questions]
@@ -355,7 +391,7 @@ def _words(options: argparse.Namespace, context: int | None = None, more: str | 
 def _web(options: argparse.Namespace) -> int:
     from ..observe.plans import serve
 
-    others = ("compare", "explain", "dry_run", "layers", "json", "html", "max_context")
+    others = ("objective", "compare", "explain", "dry_run", "layers", "json", "html", "max_context")
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise ValueError(f"{', '.join(given)}: not with --web, whose page has it or does without")
     return serve({**FIRST, **_words(options)}, port=options.port or 0, show=not options.no_open)

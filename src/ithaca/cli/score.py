@@ -44,18 +44,26 @@ def add_score(verbs: Any) -> None:
 def run_score(options: argparse.Namespace) -> int:
     from ..base.units import parse_tokens
     from ..data.folder import Packed
+    from ..data.samples import shares_prefixes
     from ..evaluation.opening import find_model
     from ..training.launch import find_job, start
 
     if not 0 < options.temperature < float("inf"):
         raise ValueError(f"--temperature {options.temperature} must be a finite number above 0")
     packed = Packed(options.data)
-    if not packed.has_units():
+    if not packed.has_answers():
         raise ValueError(f"{options.data} holds no preferences or rollouts, so there are no answers to score")
     if options.out.exists() and find_job(os.environ) is None:
         raise ValueError(f"{options.out} is there already; choose another folder with --out, or remove it")
-    context = int(packed.lengths().max()) if options.context is None else parse_tokens(options.context)
-    opened = find_model(options.source, [f"data.context={context}", *overrides_of(options)])
+
+    def found(share: bool) -> Any:
+        longest = int(packed.lengths(share=share).max())
+        context = longest if options.context is None else parse_tokens(options.context)
+        return find_model(options.source, [f"data.context={context}", *overrides_of(options)])
+
+    opened = found(True)
+    if not shares_prefixes(opened.config, packed):
+        opened = found(False)
 
     def score_here(config: Any) -> int:
         from ..evaluation.reference import score_alone

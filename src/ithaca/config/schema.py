@@ -126,6 +126,7 @@ class Columns:
     logprobs: str = option(
         "logprobs", "Rollouts: of each completion, the log-probabilities of its tokens when sampled."
     )
+    nodes: str = option("nodes", "Trees: a list of {messages or text, parent, train} (ithaca docs data).")
     input_ids: str = option("input_ids", "Token ids, for data that is tokenised already.")
     labels: str = option("labels", "Of token ids: -100 where not supervised.")
     attention_mask: str = option("attention_mask", "Of token ids: must have no zeros.")
@@ -156,8 +157,9 @@ class Source:
     kind: str | None = option(
         None,
         "What a record is; null = told by its columns. chat: messages; sharegpt: conversations; alpaca: instruction, output; "
-        "completion: prompt, completion; preference: chosen, rejected; rollout: prompt, completions; tokens: input_ids.",
-        choices=("text", "chat", "sharegpt", "alpaca", "completion", "preference", "rollout", "tokens"),
+        "completion: prompt, completion; preference: chosen, rejected; rollout: prompt, completions; "
+        "tree: nodes; tokens: input_ids.",
+        choices=("text", "chat", "sharegpt", "alpaca", "completion", "preference", "rollout", "tree", "tokens"),
     )
     split: str | None = option(
         None, "Of a dataset, or of the files of one on the Hub: the split; null = train, where there is one."
@@ -198,6 +200,12 @@ class Data:
         "How chats are rendered: one of our templates, which mark the assistant's turns (qwen3, chatml, llama3, gemma), or a Jinja "
         "file; null = the tokenizer's own.",
         path=True,
+    )
+    share_prefixes: str = option(
+        "auto",
+        "What the answers of a pair or group, or the branches of a tree, begin with alike: computed once (auto, where the model "
+        "can), or for each (off). The numbers are the same.",
+        choices=("auto", "off"),
     )
     validation: int | float | None = option(
         None,

@@ -16,8 +16,9 @@ from ..engine.batch import Batch, Units
 from ..engine.mesh import Mesh
 from ..engine.objective.cross_entropy import IGNORE
 from ..engine.sequence import Layout
+from ..engine.trees import leaves_below
 from ..stack import Stack
-from .rows import RowSource, UnitSource, positions_of
+from .rows import RowSource, UnitSource, places_of, positions_of
 
 Scores = Callable[[int, int], np.ndarray]  # of a range of a packed folder's tokens
 
@@ -30,7 +31,7 @@ def batch_of_units(
     found = [rows.units(index) for index in indices]
     starts = np.cumsum([0, *batch.documents_of_rows])
     sizes = [count for units in found for count in units.counts]
-    documents = [np.arange(start, start + len(units.parts)) for start, units in zip(starts, found, strict=False)]
+    documents = [start + units.documents for start, units in zip(starts, found, strict=False)]
     columns = [np.concatenate(each) for each in zip(*((u.parts, u.lengths, u.values) for u in found), strict=True)]
     batch.units = Units(
         torch.from_numpy(np.concatenate(documents)), torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
@@ -82,6 +83,8 @@ def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: 
         )
     length = rows.context
     documents = [rows.documents(index) for index in indices]
+    parents = [rows.parents(index) for index in indices]
+    trees = any(parents)
     supervised = sum(rows.supervised(index) for index in indices)
     if supervised == 0:
         raise ValueError(
@@ -92,8 +95,8 @@ def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: 
     own = slice(mesh.data.rank * per_group, (mesh.data.rank + 1) * per_group)
     whole = all(len(lengths) == 1 for lengths in documents)
     ids, labels, places = [], [], []
-    for index, lengths in zip(indices[own], documents[own], strict=True):
-        tokens, targets, place = _read(rows, index, lengths, layout, mesh, restart=not whole)
+    for index in indices[own]:
+        tokens, targets, place = _read(rows, index, layout, mesh, restart=not whole)
         _check(tokens, rows, index, vocabulary)
         ids.append(tokens)
         labels.append(targets)
@@ -114,11 +117,33 @@ def batch_from_rows(rows: RowSource, indices: Sequence[int], mesh: Mesh, stack: 
         valid=valid,
         layout=layout,
         documents=None if whole else documents[own],
-        longest=max(max(lengths) for lengths in documents),
+        longest=max(
+            place + length
+            for lengths, above in zip(documents, parents, strict=True)
+            for place, length in zip(places_of(lengths, above), lengths, strict=True)
+        ),
         supervised=supervised,
         tokens=len(indices) * length,
         documents_of_rows=[len(lengths) for lengths in documents],
+        weights=tensor(_weights(documents[own], parents[own], labels, held)) if trees else None,
+        parents=parents[own] if trees else None,
     )
+
+
+def _weights(
+    documents: list[list[int]],
+    parents: list[list[int | None]],
+    labels: list[np.ndarray],
+    held: Sequence[tuple[int, int]],
+) -> list[np.ndarray]:
+    """Of the labels that a rank holds: how many leaves each is on the way to, 0 where there is none."""
+    weights = []
+    for lengths, above, targets in zip(documents, parents, labels, strict=True):
+        leaves = leaves_below([*above, *[None] * (len(lengths) - len(above))])
+        numbers = np.concatenate([np.searchsorted(np.cumsum(lengths), np.arange(*each), side="right") for each in held])
+        counted = np.array([*leaves, 0], np.float32)[numbers]  # behind the end of the row is nothing
+        weights.append(np.where(targets == IGNORE, np.float32(0), counted))
+    return weights
 
 
 def held_ranges(layout: Layout, ring_rank: int, ulysses_rank: int) -> Iterator[tuple[int, int]]:
@@ -133,7 +158,7 @@ def held_ranges(layout: Layout, ring_rank: int, ulysses_rank: int) -> Iterator[t
 
 
 def _read(
-    rows: RowSource, index: int, documents: list[int], layout: Layout, mesh: Mesh, restart: bool
+    rows: RowSource, index: int, layout: Layout, mesh: Mesh, restart: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, labels and positions of the tokens this rank holds; behind the end of the row there is layout padding."""
     parts = []

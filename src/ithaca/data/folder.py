@@ -9,6 +9,7 @@
     hashes.bin            64 bits, documents: a hash of the token ids of each
     units.bin             int64, documents + 1: where the parts of each document start; only where there are units
     parts.bin             of each part its length, its supervised tokens (int64) and its reward or advantage (float64, NaN: none)
+    shared.bin            int64, parts: of each part, tokens that need not be computed again behind the part before it (branches.py)
     old-00000.bin …       float32, tokens: log-probabilities of whoever sampled them; only for shards that have them
     tokenizer/            the tokenizer that was used
     rows/                 which documents share a row, made on demand (plan.py)
@@ -72,6 +73,8 @@ class Packed:
         units = self.manifest["parts"] is not None
         self._units = np.memmap(self.folder / "units.bin", INDEX, "r") if units else None
         self.every_part: np.ndarray | None = np.memmap(self.folder / "parts.bin", PART, "r") if units else None
+        shared = "shared.bin" in self.manifest["files"]
+        self._shared = np.memmap(self.folder / "shared.bin", INDEX, "r") if shared else None
         self._check_index()
         self._check_parts()
 
@@ -90,15 +93,52 @@ class Packed:
         sources = self.manifest["sources"]
         return any(each["units"] for each in (sources if source is None else [sources[source]]))
 
+    def has_answers(self, source: int | None = None) -> bool:
+        """Does a source, or any of them, hold units whose parts are compared: pairs, or what was judged?"""
+        sources = self.manifest["sources"] if source is None else [self.manifest["sources"][source]]
+        return any(each["units"] and (each["kind"] == "preference" or each["values"]) for each in sources)
+
     def parts(self, document: int) -> tuple[int, np.ndarray]:
         """The parts of a document, and the number of the first of them among all."""
         assert self._units is not None and self.every_part is not None
         first, stop = (int(at) for at in self._units[document : document + 2])
         return first, self.every_part[first:stop]
 
-    def lengths(self, source: int | None = None) -> np.ndarray:
-        """Tokens of every document, or of those of one source."""
-        return np.diff(self.offsets[slice(*self._range(source))])
+    @property
+    def knows_shared(self) -> bool:
+        """Is it written down what parts of a unit begin with alike? Older folders have it not."""
+        return self._shared is not None
+
+    def shared(self, document: int) -> list[int]:
+        """Of each part of a document, the tokens that need not be computed again behind the part before it."""
+        assert self._units is not None and self._shared is not None
+        first, stop = (int(at) for at in self._units[document : document + 2])
+        return self._shared[first:stop].tolist()
+
+    def lengths(self, source: int | None = None, *, share: bool = False) -> np.ndarray:
+        """Tokens of every document, or of those of one source. share: that are computed where units share what they can."""
+        lengths = np.diff(self.offsets[slice(*self._range(source))])
+        if share and self._units is not None and self._shared is not None:
+            first, stop = self._range(source)
+            before = np.concatenate([[0], np.cumsum(self._shared)])
+            lengths = lengths - np.diff(before[self._units[first:stop]])
+        return lengths
+
+    def pairs_of_tokens(self) -> list[tuple[int, int]] | None:
+        """Tokens, and pairs of them that see each other, of all parts: computed where they share what they can, and without; None
+        where nothing is shared."""
+        if self._shared is None or self.every_part is None or not self._shared.any():
+            return None
+        sums = []
+        for power in (
+            1,
+            2,
+        ):  # a part of L tokens has about L² / 2 pairs, of which it shares those of the tokens it shares
+            whole, shared = (
+                float((column.astype(float) ** power).sum()) for column in (self.every_part["length"], self._shared)
+            )
+            sums.append((int(whole - shared), int(whole)))
+        return sums
 
     def supervised(self, source: int | None = None) -> np.ndarray:
         """Supervised tokens of every document, or of those of one source."""
@@ -252,6 +292,13 @@ class Packed:
             raise wrong
         if (np.add.reduceat(learn, starts[:-1]) != self.supervised()).any():
             raise wrong
+        if (
+            self._shared is not None
+        ):  # each part keeps two tokens of its own, and the first of a document shares nothing
+            most = np.minimum(lengths, np.concatenate([[2], lengths[:-1]])) - 2
+            most[starts[:-1]] = 0
+            if ((self._shared < 0) | (self._shared > most)).any():
+                raise ValueError(f"{self.folder}: shared.bin and parts.bin do not agree; pack the data again")
 
     def verify(
         self, seen: Mapping[str, Any] | None = None, progress: Callable[[int], None] = lambda size: None

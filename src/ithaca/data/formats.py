@@ -104,10 +104,10 @@ def read_preference(record: dict[str, Any], source: Source) -> tuple[Answered, A
     prompt, chosen, rejected = record.get(names[0]), *(get(record, source, name) for name in ("chosen", "rejected"))
     if type(chosen) is not type(rejected):
         raise ValueError(
-            f"the column {names[1]!r} is {_what(chosen)} and {names[2]!r} is {_what(rejected)}; expected two texts or two lists of "
-            "messages"
+            f"the column {names[1]!r} is {type_of(chosen)} and {names[2]!r} is {type_of(rejected)}; expected two texts or "
+            "two lists of messages"
         )
-    if not isinstance(chosen, list) or isinstance(prompt, list) or _is_ids(chosen):
+    if not isinstance(chosen, list) or isinstance(prompt, list) or is_ids(chosen):
         if prompt is None:
             raise ValueError(
                 f"there is no {names[0]!r}, so where the answers begin is not known; expected that column, or lists of messages in "
@@ -141,7 +141,7 @@ def read_rollouts(record: dict[str, Any], source: Source) -> Rollouts:
     column = source.column("completions")
     prompt, answers = get(record, source, "prompt"), get(record, source, "completions")
     if not isinstance(answers, list) or not answers:
-        what = "empty" if answers == [] else _what(answers)
+        what = "empty" if answers == [] else type_of(answers)
         raise ValueError(f"the column {column!r} is {what}; expected a list of completions of the prompt")
     given = [name for name in VALUES if record.get(source.column(name)) is not None]
     if len(given) != 1:
@@ -154,7 +154,7 @@ def read_rollouts(record: dict[str, Any], source: Source) -> Rollouts:
     where, logprobs = source.column("logprobs"), record.get(source.column("logprobs"))
     if logprobs is not None:
         if not isinstance(logprobs, list) or len(logprobs) != len(answers):
-            found = f"{len(logprobs)} lists" if isinstance(logprobs, list) else _what(logprobs)
+            found = f"{len(logprobs)} lists" if isinstance(logprobs, list) else type_of(logprobs)
             raise ValueError(
                 f"the column {where!r} is {found}; expected a list for each of the {len(answers)} completions"
             )
@@ -168,7 +168,7 @@ def read_rollouts(record: dict[str, Any], source: Source) -> Rollouts:
 
 def _check_numbers(values: Any, column: str, count: int | None, of: str) -> None:
     if not isinstance(values, list) or (count is not None and len(values) != count):
-        found = f"{len(values)} numbers" if isinstance(values, list) else _what(values)
+        found = f"{len(values)} numbers" if isinstance(values, list) else type_of(values)
         raise ValueError(f"{column} is {found}; expected a list of numbers, one for each of {of}")
     for at, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
@@ -187,7 +187,7 @@ def is_empty(example: Answered) -> bool:
     return len(example.completion) == 0
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
@@ -198,15 +198,15 @@ def _answered(
     column, asked = source.column(name) + ("" if at is None else f"[{at}]"), source.column("prompt")
     if isinstance(prompt, str) and isinstance(answer, str):
         return Pair(prompt, answer)
-    if name != "completion" and isinstance(prompt, list) and _is_ids(prompt) and (answer == [] or _is_ids(answer)):
+    if name != "completion" and isinstance(prompt, list) and is_ids(prompt) and (answer == [] or is_ids(answer)):
         return Ids(prompt, answer)
     if not (isinstance(prompt, list) and isinstance(answer, list)):
         raise ValueError(
-            f"the column {asked!r} is {_what(prompt)} and {column!r} is {_what(answer)}; expected two texts, or two lists of "
+            f"the column {asked!r} is {type_of(prompt)} and {column!r} is {type_of(answer)}; expected two texts, or two lists of "
             "messages"
         )
     if at is not None and answer == []:
-        return Chat(prompt, _tools(record, source), [False] * len(prompt))  # which is_empty
+        return Chat(prompt, tools_of(record, source), [False] * len(prompt))  # which is_empty
     for each, messages in ((asked, prompt), (column, answer)):
         check_messages(messages, each)
     if answer[: len(prompt)] == prompt:  # the whole conversation, as some write it
@@ -239,7 +239,7 @@ def _history(value: Any, column: str) -> list[tuple[str, str]]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise ValueError(f"the column {column!r} is {_what(value)}; expected a list of [instruction, output]")
+        raise ValueError(f"the column {column!r} is {type_of(value)}; expected a list of [instruction, output]")
     for at, turn in enumerate(value):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise ValueError(f"{column}[{at}] is {short(turn)}; expected [instruction, output], two texts")
@@ -250,13 +250,13 @@ def _turns(turns: Any, column: str) -> Messages:
     """Turns of ShareGPT as messages. Some data has messages in this column; they stay what they are."""
     if not isinstance(turns, list):
         raise ValueError(
-            f"the column {column!r} is {_what(turns)}; expected a list of turns, each with 'from' and 'value'"
+            f"the column {column!r} is {type_of(turns)}; expected a list of turns, each with 'from' and 'value'"
         )
     messages = []
     for at, turn in enumerate(turns):
         where = f"{column}[{at}]"
         if not isinstance(turn, dict):
-            raise ValueError(f"{where} is {_what(turn)}; expected an object with 'from' and 'value'")
+            raise ValueError(f"{where} is {type_of(turn)}; expected an object with 'from' and 'value'")
         if turn.get("from") is None and turn.get("role") is not None:
             messages.append(turn)
             continue
@@ -266,7 +266,7 @@ def _turns(turns: Any, column: str) -> Messages:
             raise ValueError(f"{where}.from is {short(speaker)}; expected one of {', '.join(_SPEAKERS)}{hint}")
         if not isinstance(said, str):
             missing = "" if "value" in turn else f" (there is {', '.join(map(repr, turn))})"
-            raise ValueError(f"{where}.value is {_what(said)}{missing}; expected a text")
+            raise ValueError(f"{where}.value is {type_of(said)}{missing}; expected a text")
         message = {"role": _SPEAKERS[speaker], "content": said, "weight": turn.get("weight")}
         if speaker == "function_call":
             message |= {"content": "", "tool_calls": _calls(said, f"{where}.value")}
@@ -296,10 +296,10 @@ def _chat(messages: Any, column: str, record: dict[str, Any], source: Source, fi
     check_messages(messages, column)
     learned = [at >= first and message.get("weight") != 0 for at, message in enumerate(messages)]
     messages = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-    return Chat(messages, _tools(record, source), learned)
+    return Chat(messages, tools_of(record, source), learned)
 
 
-def _tools(record: dict[str, Any], source: Source) -> Any:
+def tools_of(record: dict[str, Any], source: Source) -> Any:
     column = source.column("tools")
     tools = record.get(column)
     if isinstance(tools, str):
@@ -308,21 +308,21 @@ def _tools(record: dict[str, Any], source: Source) -> Any:
         except (ValueError, RecursionError):
             raise ValueError(f"the column {column!r} is a text but no JSON; expected a list of tools") from None
     if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"the column {column!r} is {_what(tools)}; expected a list of tools, or its JSON")
+        raise ValueError(f"the column {column!r} is {type_of(tools)}; expected a list of tools, or its JSON")
     return tools
 
 
 def check_messages(messages: Any, column: str) -> None:
     """ValueError unless this is a list of messages."""
     if not isinstance(messages, list) or not messages:
-        what = "empty" if messages == [] else _what(messages)
+        what = "empty" if messages == [] else type_of(messages)
         raise ValueError(
             f"the column {column!r} is {what}; expected a list of messages, each with 'role' and 'content'"
         )
     for at, message in enumerate(messages):
         where = f"{column}[{at}]"
         if not isinstance(message, dict):
-            raise ValueError(f"{where} is {_what(message)}; expected an object with 'role' and 'content'")
+            raise ValueError(f"{where} is {type_of(message)}; expected an object with 'role' and 'content'")
         present = ", ".join(map(repr, message)) or "nothing"
         if not isinstance(message.get("role"), str):
             hint = " (ShareGPT: kind: sharegpt, columns: {conversations: " + column + "})" if "from" in message else ""
@@ -331,7 +331,7 @@ def check_messages(messages: Any, column: str) -> None:
             raise ValueError(f"{where} ({message['role']}) has no 'content'; it has {present}")
         content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
-            raise ValueError(f"{where}.content ({message['role']}) is {_what(content)}; expected a text")
+            raise ValueError(f"{where}.content ({message['role']}) is {type_of(content)}; expected a text")
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(
                 f"{where}.weight is {short(message['weight'])}; expected 1, or 0 for a turn that is not learned"
@@ -351,11 +351,11 @@ def get(record: dict[str, Any], source: Source, name: str) -> Any:
 def _text(record: dict[str, Any], source: Source, name: str, *, required: bool = False) -> str:
     value = get(record, source, name) if required else record.get(source.column(name))
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"the column {source.column(name)!r} is {_what(value)}, not a text: {short(value)}")
+        raise ValueError(f"the column {source.column(name)!r} is {type_of(value)}, not a text: {short(value)}")
     return value or ""
 
 
-def _what(value: Any) -> str:
+def type_of(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 

@@ -12,6 +12,7 @@ from .arrays import read_arrays
 from .chat import Spans
 from .formats import Chat, Example, Ids, Pair, read_example, read_preference, read_rollouts
 from .inputs import Input, look_at, with_template
+from .nodes import read_nodes
 from .quotes import QuotingEncoder
 from .readers import read_records, read_text
 from .render import (
@@ -114,6 +115,8 @@ def _parts(values: dict[str, Any], kind: str, source: Source, encoders: Encoders
     if kind == "preference":
         chosen, rejected = read_preference(values, source)
         return [*_said(chosen, "chosen"), *(part for part in _said(rejected, "rejected") if part["supervised"])]
+    if kind == "tree":
+        return [part for at, node in enumerate(read_nodes(values, source)) for part in _said_by_node(at, node)]
     if kind == "rollout":
         found = read_rollouts(values, source)
         judged = [f"{found.what[:-1]} {value:g}" for value in found.values]
@@ -163,6 +166,18 @@ def _by_token(rendered: Rendered, encoders: Encoders) -> list[dict[str, Any]]:
     names = {number: name for name, number in encoders.parts.special.items()}
     _, after = ([], []) if chat else around(encoders.parts, eos=True)
     return _cut(text, learned) + [_part(None, names[token], True) for token in after if token in names]
+
+
+def _said_by_node(at: int, node: dict[str, Any]) -> list[dict[str, Any]]:
+    """Nodes as they stand in the record: of a tree there is no one text."""
+    who = f"node {at}" + ("" if at == 0 else f", behind {node['parent']}")
+    who += "" if node.get("reward") is None else f", reward {node['reward']:g}"
+    trained = node.get("train") is not False
+    if node.get("messages") is not None:
+        said = _said(Chat(node["messages"], None, [trained] * len(node["messages"])), None)
+        return [{**part, "who": f"{who}, {part['who']}"} for part in said]
+    text = node["text"] if node.get("text") is not None else " ".join(map(str, node["input_ids"]))
+    return [_part(who, text[:_SHOWN], trained)]
 
 
 def _part(who: str | None, text: str, supervised: bool) -> dict[str, Any]:

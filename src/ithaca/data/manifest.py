@@ -22,6 +22,7 @@ FORMAT, VERSION = "ithaca packed", 1
 BLOCK = 4096  # tokens between two entries of sums-*.bin
 INDEX = np.dtype("<i8")
 PART = np.dtype([("length", "<i8"), ("supervised", "<i8"), ("value", "<f8")])  # of a unit; value: NaN where it has none
+WRITTEN = np.dtype([*PART.descr, ("shared", "<i8")])  # as a worker leaves it: parts.bin and shared.bin
 OLD = np.dtype("<f4")  # log-probabilities of whoever sampled a completion
 LIMIT = 256 << 20  # bytes of a manifest
 DROPPED = {
@@ -31,6 +32,7 @@ DROPPED = {
     "same": "pairs without a difference",
     "no_answer": "with an empty answer or completion",
 }
+FIRST = 3  # places that are named of units that teach nothing
 SPECIAL = ("text", "parse")  # what the text of a special token is in a document
 _MOST = 1 << 62
 
@@ -90,7 +92,7 @@ def _fill_in(manifest: dict[str, Any]) -> None:
             source["chat_template"] = template or None if chats else None
         source.setdefault("use", None)
         source.setdefault("marked_by", None)
-        for name, default in (("units", False), ("values", None), ("equal", 0)):
+        for name, default in (("units", False), ("values", None), ("equal", 0), ("first", {})):
             source.setdefault(name, default)
     manifest.setdefault("parts", None)
     shards = manifest.get("shards")
@@ -157,6 +159,7 @@ _SOURCE = {
     "units": lambda value: isinstance(value, bool),
     "values": _or_null(lambda value: value in VALUES),
     "equal": _count,
+    "first": _dict(_list(_text)),
     "chats": _count,
     "dataset": _or_null(_text),
     "files": _list(_record(_FILE)),
@@ -231,6 +234,8 @@ def _wrong_sizes(manifest: dict[str, Any]) -> Iterator[str]:
     if manifest["parts"] is not None:
         sizes["units.bin"] = (manifest["documents"] + 1) * INDEX.itemsize
         sizes["parts.bin"] = manifest["parts"] * PART.itemsize
+        if "shared.bin" in files:  # older folders have none
+            sizes["shared.bin"] = manifest["parts"] * INDEX.itemsize
     for shard in manifest["shards"]:
         tokens = shard["tokens"]
         wanted = [(shard["file"], tokens * size)]

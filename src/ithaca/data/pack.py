@@ -29,7 +29,7 @@ from .fetch import fetch_source
 from .find import left_out_words
 from .folder import Packed
 from .inputs import Input, check_unchanged, differences, understand, with_template
-from .manifest import FORMAT, INDEX, LIMIT, PART, SPECIAL, VERSION, content_of, token_dtype
+from .manifest import FIRST, FORMAT, INDEX, LIMIT, PART, SPECIAL, VERSION, WRITTEN, content_of, token_dtype
 from .progress import Progress
 from .publish import publish
 from .source import Source
@@ -184,7 +184,11 @@ def _write(
         described = _describe(entry, source_results, hashes)
         if described["documents"] == 0:
             why = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in described["dropped"].items())
-            raise ValueError(f"no document is left of source {entry.source.path}: {why or 'there is no record in it'}")
+            places = next(iter(described["first"].values()), None)
+            raise ValueError(
+                f"no document is left of source {entry.source.path}: {why or 'there is no record in it'}"
+                + (f" (first: {', '.join(places)})" if places else "")
+            )
         _check_judged(entry, described, source_results)
         described["range"] = [first, first + described["documents"]]
         first += described["documents"]
@@ -236,13 +240,14 @@ def _check_judged(entry: Input, described: dict[str, Any], results: list[dict[st
     if described["values"] and described["equal"] == described["documents"]:
         what = "all rewards of each prompt are equal" if described["values"] == "rewards" else "all advantages are 0"
         raise ValueError(
-            f"source {entry.source.path}: {what}, so there is nothing to learn; judge its completions otherwise"
+            f"source {entry.source.path}: {what}, so there is nothing to learn (first: {', '.join(described['first']['equal'])}); "
+            "judge its completions otherwise"
         )
 
 
 def _write_index(into: Path, done: list[dict[str, Any]]) -> tuple[dict[str, str], int | None]:
-    """documents.bin, hashes.bin, where some token is not supervised supervised.bin, and where there are units units.bin and
-    parts.bin, from what the workers left. -> their SHA-256, and how many parts there are"""
+    """documents.bin, hashes.bin, where some token is not supervised supervised.bin, and where there are units units.bin, parts.bin
+    and shared.bin, from what the workers left. -> their SHA-256, and how many parts there are"""
     masked = any(result["mask"] for result in done)
     units = any(into.glob("units-*.part"))
     position = part = 0
@@ -252,6 +257,7 @@ def _write_index(into: Path, done: list[dict[str, Any]]) -> tuple[dict[str, str]
         open(into / "hashes.bin", "wb") as hashes,
         open(into / "units.bin", "wb") as starts,
         open(into / "parts.bin", "wb") as parts,
+        open(into / "shared.bin", "wb") as shared,
     ):
         offsets.write(np.zeros(1, INDEX).tobytes())
         starts.write(np.zeros(1, INDEX).tobytes())
@@ -264,11 +270,13 @@ def _write_index(into: Path, done: list[dict[str, Any]]) -> tuple[dict[str, str]
             if units:
                 found, each = _parts_of(path.with_name(path.name.replace("lengths", "units")), lengths, learn)
                 starts.write((part + np.cumsum(each)).astype(INDEX).tobytes())
-                parts.write(found.tobytes())
+                parts.write(found[list(PART.fields or ())].astype(PART).tobytes())
+                shared.write(found["shared"].tobytes())
                 part += len(found)
             path.unlink()
     names = {
-        "documents.bin": True, "hashes.bin": True, "supervised.bin": masked, "units.bin": units, "parts.bin": units
+        "documents.bin": True, "hashes.bin": True, "supervised.bin": masked,
+        **dict.fromkeys(("units.bin", "parts.bin", "shared.bin"), units),
     }  # fmt: skip
     for name in (name for name, kept in names.items() if not kept):
         (into / name).unlink()
@@ -278,17 +286,17 @@ def _write_index(into: Path, done: list[dict[str, Any]]) -> tuple[dict[str, str]
 def _parts_of(path: Path, lengths: np.ndarray, learn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The parts of the documents of a shard, and how many each has; a document that is no unit is one part."""
     if not path.exists():
-        parts = np.zeros(len(lengths), PART)
+        parts = np.zeros(len(lengths), WRITTEN)
         parts["length"], parts["supervised"], parts["value"] = lengths, learn, np.nan
         return parts, np.ones(len(lengths), np.int64)
     raw, at, found, each = path.read_bytes(), 0, [], []
     while at < len(raw):  # of each document: how many parts, then these
         count = int(np.frombuffer(raw, INDEX, 1, at)[0])
-        found.append(np.frombuffer(raw, PART, count, at + INDEX.itemsize))
+        found.append(np.frombuffer(raw, WRITTEN, count, at + INDEX.itemsize))
         each.append(count)
-        at += INDEX.itemsize + count * PART.itemsize
+        at += INDEX.itemsize + count * WRITTEN.itemsize
     path.unlink()
-    return np.concatenate([np.zeros(0, PART), *found]), np.array(each, np.int64)
+    return np.concatenate([np.zeros(0, WRITTEN), *found]), np.array(each, np.int64)
 
 
 def _describe(entry: Input, results: list[dict[str, Any]], hashes: dict[str, str]) -> dict[str, Any]:
@@ -307,6 +315,10 @@ def _describe(entry: Input, results: list[dict[str, Any]], hashes: dict[str, str
             for name in ("documents", "chats", "tokens", "supervised", "equal")
         },
         "dropped": dict(sum((Counter(result["dropped"]) for result in results), Counter())),
+        "first": {
+            why: [place for result in results for place in result["first"].get(why, ())][:FIRST]
+            for why in sorted({why for result in results for why in result["first"]})
+        },
     }
     stamps = {path: entry.files.stamps[path] for _, path in entry.recorded}
     files = [

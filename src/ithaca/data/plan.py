@@ -11,7 +11,8 @@ Documents longer than the context, by policy:
 - "drop": left out and counted.
 - "error": refused.
 
-A unit (source.py) says something only as a whole: it is never cut, and with "split" left out as with "drop".
+A unit (source.py) says something only as a whole: it is never cut, and with "split" left out as with "drop". Where its parts share
+what they begin with (branches.py), it is as long as the tokens that are computed, and so many more fit into a row.
 
 A piece in which no token is supervised (the long prompt of a chat, say) would cost time and teach nothing. It is left
 out and counted, so every row has something to learn from.
@@ -27,6 +28,7 @@ import json
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +60,7 @@ class Counts:
     unlearnable_pieces: int  # without a supervised token, left out
     unlearnable_tokens: int
     padding: int
+    shared: int = 0  # tokens of units in rows that are not computed again; not in `tokens`
 
     @property
     def full(self) -> float:
@@ -73,6 +76,9 @@ class RowPlan:
     bounds: np.ndarray  # [rows + 1] int64: where the pieces of a row start
     supervised: np.ndarray  # [rows] int64: supervised tokens
     counts: Counts
+    share: bool = (
+        False  # parts of units share what they begin with; pieces of units are then of what is computed of them
+    )
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -89,17 +95,20 @@ def check_context(context: int, long_documents: str) -> None:
 
 def make_plan(
     packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None,
-    split: Split | None = None,
+    split: Split | None = None, share: bool = False,
 ) -> RowPlan:  # fmt: skip
-    """Compute the plan for all documents, for those of one source, or for one side of a split of them."""
+    """Compute the plan for all documents, for those of one source, or for one side of a split of them. share: with one copy of
+    what parts of units begin with."""
     check_context(context, long_documents)
-    lengths, supervised = packed.lengths(source), packed.supervised(source)
+    share = share and packed.has_units(source) and packed.knows_shared
+    lengths, supervised = packed.lengths(source, share=share), packed.supervised(source)
+    saved = packed.lengths(source) - lengths
     first = 0 if source is None else packed.manifest["sources"][source]["range"][0]
     name = packed.folder if source is None else f"{packed.folder}, source {packed.manifest['sources'][source]['name']}"
     numbers = np.arange(first, first + len(lengths))
     if split is not None:
         side = split.select(packed.hashes(source), name)
-        numbers, lengths, supervised = numbers[side], lengths[side], supervised[side]
+        numbers, lengths, supervised, saved = numbers[side], lengths[side], supervised[side], saved[side]
         name = f"{name}, {'what validation holds out' if split.held_out else 'without what validation holds out'}"
     is_long = lengths > context
     units = packed.has_units(source)
@@ -152,9 +161,10 @@ def make_plan(
         unlearnable_pieces=int((~keep).sum()),
         unlearnable_tokens=idle,
         padding=count * context - int(size.sum()),
+        shared=int(saved[~is_long].sum()),
     )
     pieces = np.stack([document, start, stop], axis=1)[order]
-    return RowPlan(context, pieces, bounds, np.add.reduceat(learn[order], bounds[:-1]), counts)
+    return RowPlan(context, pieces, bounds, np.add.reduceat(learn[order], bounds[:-1]), counts, share)
 
 
 def _cut(lengths: np.ndarray, context: int, split: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -185,22 +195,25 @@ def _learnable(
 
 def open_plan(
     packed: Packed, context: int, *, long_documents: str = "split", seed: int = 0, source: int | None = None,
-    split: Split | None = None, keep: bool = True,
+    split: Split | None = None, share: bool = False, keep: bool = True,
 ) -> RowPlan:  # fmt: skip
     """The plan from `rows/` in the packed folder; made and put there if it is not yet. A folder that cannot be written to is no
     error: the plan then lives in memory, as it does without keep."""
     check_context(context, long_documents)
+    share = share and packed.has_units(source) and packed.knows_shared
     asked = [_RECIPE, packed.identity, context, long_documents, seed, source, *(astuple(split) if split else ())]
+    asked += ["shared"] if share else []
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     folder = packed.folder / "rows" / key
     if not (folder / "plan.json").is_file():
-        plan = make_plan(packed, context, long_documents=long_documents, seed=seed, source=source, split=split)
+        more: dict[str, Any] = dict(source=source, split=split, share=share)
+        plan = make_plan(packed, context, long_documents=long_documents, seed=seed, **more)
         with suppress(OSError, ValueError):  # read-only, or another process was first
             if keep:
                 _save(plan, folder)
         if not (folder / "plan.json").is_file():
             return plan
-    return _load(folder, packed, context, source, split)
+    return _load(folder, packed, context, source, split, share)
 
 
 def _save(plan: RowPlan, folder: Path) -> None:
@@ -216,7 +229,7 @@ def _save(plan: RowPlan, folder: Path) -> None:
     publish(folder, fill)
 
 
-def _load(folder: Path, packed: Packed, context: int, source: int | None, split: Split | None) -> RowPlan:
+def _load(folder: Path, packed: Packed, context: int, source: int | None, split: Split | None, share: bool) -> RowPlan:
     """A plan that was made before. Its numbers are used as places in files, so none is believed."""
     try:
         about = read_json(inside(packed.folder, str((folder / "plan.json").relative_to(packed.folder))), _LIMIT)
@@ -228,7 +241,7 @@ def _load(folder: Path, packed: Packed, context: int, source: int | None, split:
         if not all(isinstance(array, np.ndarray) and array.dtype == np.int64 for array in arrays):
             raise ValueError("its arrays are not whole numbers")
         pieces, bounds, supervised = arrays
-        plan = RowPlan(context, pieces, bounds, supervised, counts)
+        plan = RowPlan(context, pieces, bounds, supervised, counts, share)
         _check(plan, packed, source, split)
     except (OSError, ValueError, TypeError, KeyError, EOFError, OverflowError) as error:
         raise ValueError(f"{folder} is damaged ({str(error)[:200]}); remove that folder, it is made again") from None
@@ -245,7 +258,7 @@ def _check(plan: RowPlan, packed: Packed, source: int | None, split: Split | Non
         raise ValueError("its arrays do not match")
     if bounds[0] != 0 or (np.diff(bounds) < 1).any():
         raise ValueError("its rows are not in order")
-    lengths = packed.lengths(source)
+    lengths = packed.lengths(source, share=plan.share)
     first = 0 if source is None else packed.manifest["sources"][source]["range"][0]
     document, start, stop = pieces.T
     if document.min() < first or document.max() >= first + len(lengths):
@@ -257,7 +270,9 @@ def _check(plan: RowPlan, packed: Packed, source: int | None, split: Split | Non
     if packed.has_units(source) and ((start > 0) | (stop < lengths[document - first])).any():
         raise ValueError("it has pieces of units")
     sizes = np.add.reduceat(stop - start, bounds[:-1])
-    if (sizes > plan.context).any() or (supervised < 1).any() or (supervised >= plan.context).any():
+    # tokens that are shared count once for each part
+    most = plan.context + plan.counts.shared if plan.share else plan.context
+    if (sizes > plan.context).any() or (supervised < 1).any() or (supervised >= most).any():
         raise ValueError("it has rows that are too long, or have too much or nothing to learn from")
     if plan.counts.padding != len(plan) * plan.context - int(sizes.sum()):
         raise ValueError("its rows and its counts do not match")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .branches import shared_with
 from .chat import Spans, is_marked, learned_spans, render_chat, up_to_end
 from .chat_template import render as render_template
 from .encode import Encoder
@@ -24,6 +25,7 @@ from .formats import (
     read_rollouts,
     short,
 )
+from .nodes import Said, read_ways
 from .quotes import Quotes, QuotingEncoder, Render
 from .source import OPTIONAL, Source
 from .templates import shipped, twin_of
@@ -196,10 +198,20 @@ class Unit(NamedTuple):
     what: str | None = None  # of source.VALUES
     values: list[float] | None = None
     logprobs: list[np.ndarray] | None = None
+    learned: bool = False  # also of what is supervised, the parts share what they begin with
+    idle: int = 0  # parts that were left out, as nothing of them is supervised
+
+    @property
+    def shared(self) -> list[int]:
+        """Of each part, tokens that need not be computed again behind the part before it."""
+        both = zip(self.parts, self.parts[1:], strict=False)
+        return [0, *(shared_with(one, other, learned=self.learned) for one, other in both)]
 
 
 def read_unit(record: dict[str, Any], kind: str, source: Source, encoders: Encoders | None, eos: bool) -> Unit:
-    """A pair, or completions of one prompt, as tokens."""
+    """A pair, completions of one prompt, or the ways through a tree, as tokens."""
+    if kind == "tree":
+        return _read_tree(record, source, encoders, eos)
     if kind == "preference":
         examples, rollouts = list(read_preference(record, source)), None
     else:
@@ -233,20 +245,56 @@ def read_unit(record: dict[str, Any], kind: str, source: Source, encoders: Encod
     return Unit(parts, chats, None, rollouts.what, rollouts.values, None if old is None else list(map(np.array, old)))
 
 
+def _read_tree(record: dict[str, Any], source: Source, encoders: Encoders | None, eos: bool) -> Unit:
+    ways = read_ways(record, source)
+    parts, values, chats, idle = [], [], 0, 0
+    for at, example in enumerate(ways.examples):
+        ids, seen, chat = _tokens_of(example, source, encoders, eos)
+        seen = seen & (np.arange(len(seen)) > 0)  # nothing predicts the first token
+        chats += chat
+        if not seen.any():
+            idle += 1
+            continue
+        parts.append((ids, seen))
+        values += [] if ways.values is None else [ways.values[at]]
+    if not parts:
+        return Unit([], 0, "unsupervised")
+    judged = ways.values is not None
+    return Unit(
+        parts, chats, None, "rewards" if judged else None, values if judged else None, learned=not judged, idle=idle
+    )
+
+
 def _tokens_of(
-    example: Answered, source: Source, encoders: Encoders | None, eos: bool
+    example: Answered | Said, source: Source, encoders: Encoders | None, eos: bool
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Ids, which of them are supervised, and whether a chat template made them."""
     if isinstance(example, Ids):
         ids = np.array([*example.prompt, *example.completion], np.int64)
         return ids, np.arange(len(ids)) >= len(example.prompt), False
+    if isinstance(example, Said) and not isinstance(example.pieces[0], str):
+        ids = np.concatenate([np.array(piece, np.int64) for piece in example.pieces])
+        return ids, np.repeat(example.learned, [len(piece) for piece in example.pieces]), False
     if encoders is None:
         raise ValueError("these are texts, so a tokenizer is needed; give its folder, or token ids")
+    if isinstance(example, Said):
+        return _tokens_of_texts(example, encoders, eos)
     text, spans, encoder, chat = render_example(example, source, encoders)
     check_characters(text)
     pieces = list(encode_text(text, spans, encoder, eos, chat=chat))
     ids = np.concatenate([ids for ids, _ in pieces])
     return ids, np.concatenate([np.ones(len(ids), bool) if seen is None else seen for ids, seen in pieces]), chat
+
+
+def _tokens_of_texts(said: Said, encoders: Encoders, eos: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+    text, ends = "".join(said.pieces), np.cumsum([len(piece) for piece in said.pieces]).tolist()
+    check_characters(text)
+    spans = [span for span, learned in zip(zip([0, *ends], ends, strict=False), said.learned, strict=True) if learned]
+    pieces = list(encode_text(text, spans, encoders.plain, eos))
+    ids = np.concatenate([ids for ids, _ in pieces])
+    # what ends the document belongs to its last piece
+    seen = np.concatenate([np.full(len(ids), said.learned[-1]) if seen is None else seen for ids, seen in pieces])
+    return ids, seen, False
 
 
 def check_characters(text: str) -> None:

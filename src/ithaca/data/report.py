@@ -10,15 +10,15 @@ import numpy as np
 
 from .find import left_out_words
 from .folder import Packed
-from .manifest import DROPPED
+from .manifest import DROPPED, FIRST
 from .plan import Counts, make_plan, open_plan
 from .rows import Rows, Stream
 from .split import Split
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 _SHOWN = (
-    "name", "kind", "use", "units", "values", "equal", "marked_by", "documents", "chats", "tokens", "supervised", "dropped",
-    "left_out",
+    "name", "kind", "use", "units", "values", "equal", "first", "marked_by", "documents", "chats", "tokens", "supervised",
+    "dropped", "left_out",
 )  # fmt: skip
 _SAMPLE = 160  # tokens of a document that are shown
 
@@ -62,16 +62,17 @@ def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 def rows_at(
     packed: Packed, context: int, long_documents: str = "split", seed: int = 0, *, keep: bool = False,
-    validation: Sequence[int | float] | None = None,
+    validation: Sequence[int | float] | None = None, share: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The row plan of every source, in counts. keep: leave the plans in the folder for training. validation: what is held out of
-    each (split.py), which is then a plan of its own."""
+    each (split.py), which is then a plan of its own. share: as `open_rows` has it."""
     plan = open_plan if keep else make_plan
     summaries = []
     for number, source in enumerate(packed.manifest["sources"]):
-        share = 0 if validation is None else validation[number]
-        for split in [Split(share, seed, held_out) for held_out in (False, True)] if share else [None]:
-            counts = plan(packed, context, long_documents=long_documents, seed=seed, source=number, split=split).counts
+        aside = 0 if validation is None else validation[number]
+        for split in [Split(aside, seed, held_out) for held_out in (False, True)] if aside else [None]:
+            more: dict[str, Any] = dict(source=number, split=split, share=share)
+            counts = plan(packed, context, long_documents=long_documents, seed=seed, **more).counts
             name = f"{source['name']}, held out" if split is not None and split.held_out else source["name"]
             summaries.append({"source": name, "context": context, **asdict(counts), "full": counts.full})
     return summaries
@@ -142,7 +143,7 @@ def summary(packed: Packed) -> list[str]:
             f"  {source['name']}: {kind_words(source)}, {source['documents']:,} documents, {source['tokens']:,} tokens"
             + (f"; documents left out: {dropped}" if dropped else "")
         )
-        lines += [f"    {line}" for line in (*marked_words(source), *equal_words(source))]
+        lines += [f"    {line}" for line in (*marked_words(source), *left_out_units(source), *equal_words(source))]
         lines += [f"    {line}" for line in left_out_words(source["left_out"])]
     if about["special_tokens"] == "parse":
         lines.append("  special tokens that are written in documents are special (special_tokens: parse)")
@@ -150,8 +151,8 @@ def summary(packed: Packed) -> list[str]:
 
 
 def kind_words(source: dict[str, Any]) -> str:
-    if source["units"]:
-        return f"{source['kind']} (pairs)" if source["values"] is None else f"{source['kind']} ({source['values']})"
+    if source["units"] and (source["values"] or source["kind"] == "preference"):
+        return f"{source['kind']} ({source['values'] or 'pairs'})"
     return source["kind"] + (f" ({source['use']} only)" if source["use"] else "")
 
 
@@ -159,7 +160,20 @@ def equal_words(source: dict[str, Any]) -> list[str]:
     if not source["equal"]:
         return []
     why = "rewards are all equal" if source["values"] == "rewards" else "advantages are all 0"
-    return [f"{source['equal']:,} of the prompts: the completions' {why}, so there is nothing to learn from them"]
+    return [
+        f"{source['equal']:,} of the prompts: the completions' {why}, so there is nothing to learn from them"
+        + _first_words(source, "equal")
+    ]
+
+
+def left_out_units(source: dict[str, Any]) -> list[str]:
+    """Where the first units were that teach nothing."""
+    return [f"{DROPPED[why]}{_first_words(source, why)}" for why in source["first"] if why in DROPPED]
+
+
+def _first_words(source: dict[str, Any], why: str) -> str:
+    places = source["first"].get(why)
+    return f": {', '.join(places)}{' …' if len(places) == FIRST else ''}" if places else ""
 
 
 def marked_words(source: dict[str, Any]) -> list[str]:
@@ -183,6 +197,12 @@ def plan_words(name: str, context: int, counts: Counts, long_documents: str) -> 
         lines.append(
             f"  warning: that is all the data there is, and the rest of the row is padding, which costs the same time; lower the "
             f"context to {context - counts.padding:,}, or add data"
+        )
+    if counts.shared:
+        computed = counts.tokens - counts.dropped_tokens
+        whole = computed + counts.shared
+        lines.append(
+            f"  shared prefixes: {computed:,} of {whole:,} tokens are computed, {counts.shared / whole:.0%} fewer"
         )
     if counts.long_documents and long_documents == "split":
         lines.append(

@@ -9,18 +9,21 @@ Labels are shifted here: the label of a token is the next token of the same piec
 supervised. So a range reads one token more than it has. Padding is a document of its own behind the others: token 0,
 label -100, positions from 0.
 
-A unit comes apart here: its parts are documents of the row, one behind the other. What objectives ask of them, which belong
-together and how they were judged, is `units`; numbers of tokens (`old`) are read by range, as tokens are.
+A unit comes apart here: its parts are documents of the row, one behind the other, or, where they share what they begin with, the
+leaves of a tree of documents (branches.py). What objectives ask of them, which belong together and how they were judged, is
+`units`; numbers of tokens (`old`) are read by range, as tokens are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .branches import Node, tree_of
 from .folder import Packed
 from .order import Order
 from .plan import RowPlan, open_plan
@@ -38,10 +41,11 @@ class Slice(NamedTuple):
 
 
 class RowUnits(NamedTuple):
-    """The units of a row: how many of its documents each has, in order; and of each document the number of its part in the packed
-    folder, its supervised tokens and its value (manifest.PART)."""
+    """The units of a row: how many parts each has, in order; and of each part which document of the row it is (the one it ends
+    with, where it shares others), its number in the packed folder, its supervised tokens and its value (manifest.PART)."""
 
     counts: list[int]
+    documents: np.ndarray
     parts: np.ndarray
     lengths: np.ndarray
     values: np.ndarray
@@ -59,6 +63,10 @@ class RowSource(Protocol):
     def __len__(self) -> int: ...
     def documents(self, row: int) -> list[int]:
         """Lengths of the documents of a row, padding included; they add up to the context."""
+        ...
+
+    def parents(self, row: int) -> list[int | None]:
+        """Of the documents of a row, which earlier one each goes on from; empty where none does (engine/trees.py)."""
         ...
 
     def segments(self, row: int) -> list[tuple[int, int, int]]:
@@ -99,6 +107,9 @@ class OneDocument:
     def documents(self, row: int) -> list[int]:
         return [self.context]
 
+    def parents(self, row: int) -> list[int | None]:
+        return []
+
     def segments(self, row: int) -> list[tuple[int, int, int]]:
         return [(row, 0, self.context)]
 
@@ -116,14 +127,27 @@ class Rows:
         return len(self.plan)
 
     def segments(self, row: int) -> list[tuple[int, int, int]]:
-        first, stop = self.plan.bounds[row : row + 2]
-        pieces = [(d, a, b) for d, a, b in self.plan.pieces[first:stop].tolist()]
-        return [part for piece in pieces for part in self._parts(piece)] if self.has_units else pieces
+        return [(node.part, node.start, node.stop) for node in self._nodes(row)]
 
-    def _parts(self, piece: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
-        document, _, _ = piece
-        ends = np.cumsum(self.packed.parts(document)[1]["length"]).tolist()
-        yield from ((document, start, stop) for start, stop in zip([0, *ends], ends, strict=False))
+    def parents(self, row: int) -> list[int | None]:
+        parents = [node.parent for node in self._nodes(row)] if self.plan.share else []
+        return parents if any(parent is not None for parent in parents) else []
+
+    def _nodes(self, row: int) -> list[Node]:
+        """The documents of a row, as ranges of those of the folder."""
+        first, stop = self.plan.bounds[row : row + 2]
+        pieces = self.plan.pieces[first:stop].tolist()
+        if not self.has_units:
+            return [Node(*piece) for piece in pieces]
+        nodes: list[Node] = []
+        for document, _, _ in pieces:
+            lengths = self.packed.parts(document)[1]["length"].tolist()
+            shared = self.packed.shared(document) if self.plan.share else [0] * len(lengths)
+            starts, before = np.cumsum([0, *lengths]).tolist(), len(nodes)
+            for part, start, stop, parent, leaf in tree_of(lengths, shared):
+                parent = None if parent is None else before + parent
+                nodes.append(Node(document, starts[part] + start, starts[part] + stop, parent, leaf))
+        return nodes
 
     @cached_property
     def has_units(self) -> bool:
@@ -135,7 +159,8 @@ class Rows:
         found = [self.packed.parts(document) for document in self.plan.pieces[first:stop, 0].tolist()]
         parts = np.concatenate([part for _, part in found])
         numbers = np.concatenate([np.arange(at, at + len(part)) for at, part in found])
-        return RowUnits([len(part) for _, part in found], numbers, parts["supervised"], parts["value"])
+        leaves = np.flatnonzero([node.leaf for node in self._nodes(row)])
+        return RowUnits([len(part) for _, part in found], leaves, numbers, parts["supervised"], parts["value"])
 
     def numbers(
         self, row: int, start: int, stop: int, read: Callable[[int, int], np.ndarray | None]
@@ -162,8 +187,8 @@ class Rows:
         """Of each piece in a range of the row, the tokens that have another one behind them: from, to, and where the first of
         them is in the folder."""
         at = 0
-        for document, first, last in self.segments(row):
-            begin, end = max(start, at), min(stop, at + last - first - 1)
+        for document, first, last, _, leaf in self._nodes(row):
+            begin, end = max(start, at), min(stop, at + last - first - leaf)
             if begin < end:
                 yield begin, end, int(self.packed.offsets[document]) + first + begin - at
             at += last - first
@@ -180,13 +205,13 @@ class Rows:
         ids = np.zeros(stop - start, np.int64)
         labels = np.full(stop - start, IGNORE, np.int64)
         at = 0  # where the piece begins in the row
-        for document, first, last in self.segments(row):
+        for document, first, last, _, leaf in self._nodes(row):
             size = last - first
             begin, end = max(start, at), min(stop, at + size)
             if begin < end:
                 # in the numbering of all tokens: `origin` is where the row's token 0 would be
                 origin = int(self.packed.offsets[document]) + first - at
-                more = min(end + 1, at + size)  # the last token's label, if the piece goes on
+                more = min(end + 1, at + size + (not leaf))  # the last token's label, if the piece goes on
                 tokens = self.packed.read(origin + begin, origin + more)
                 ids[begin - start : end - start] = tokens[: end - begin]
                 following = tokens[1:].astype(np.int64)
@@ -197,7 +222,7 @@ class Rows:
             at += size
             if at >= stop:
                 break
-        return Slice(ids, labels, positions_of(self.documents(row), start, stop))
+        return Slice(ids, labels, positions_of(self.documents(row), start, stop, self.parents(row)))
 
     def read_slice(self, row: int, tokens: np.ndarray) -> Slice:
         """Tokens of a row by index, as `Layout.tokens` gives them. Only the contiguous ranges among them are read."""
@@ -213,11 +238,20 @@ def ranges(indices: np.ndarray) -> Iterator[tuple[int, int]]:
             yield int(run[0]), int(run[-1]) + 1
 
 
-def positions_of(documents: list[int], start: int, stop: int) -> np.ndarray:
-    """Position of tokens start … stop of a row inside their documents."""
+def positions_of(documents: list[int], start: int, stop: int, parents: Sequence[int | None] = ()) -> np.ndarray:
+    """Position of tokens start … stop of a row inside their documents; in a tree, on the way from its root."""
     ends = np.cumsum(documents)
+    begins = ends - documents - places_of(documents, parents)
     where = np.arange(start, stop)
-    return where - np.concatenate([[0], ends])[np.searchsorted(ends, where, side="right")]
+    return where - begins[np.searchsorted(ends, where, side="right")]
+
+
+def places_of(documents: list[int], parents: Sequence[int | None]) -> list[int]:
+    """The position of each document's first token: 0, or where its parent ends."""
+    places: list[int] = []
+    for _, parent in zip_longest(documents, parents):
+        places.append(0 if parent is None else places[parent] + documents[parent])
+    return places
 
 
 def open_rows(
@@ -228,20 +262,20 @@ def open_rows(
     seed: int = 0,
     validation: Sequence[int | float] | None = None,
     held_out: bool = False,
+    share: bool = False,
     keep: bool = True,
 ) -> list[Rows]:
-    """The rows of every source of a packed folder, for a `Stream` to mix.
+    """The rows of every source of a packed folder, for a `Stream` to mix. share: parts of units share what they begin with.
 
     validation: of each source, how many documents, or which share of them, are held out (split.py); 0 = none. held_out: the rows of
     those documents, of the sources that have any, instead of the rows of all others."""
     rows = []
     for number, about in enumerate(packed.manifest["sources"]):
-        share = 0 if validation is None else validation[number]
-        if share or not held_out:
-            split = Split(share, seed, held_out) if share else None
-            plan = open_plan(
-                packed, context, long_documents=long_documents, seed=seed, source=number, split=split, keep=keep
-            )
+        aside = 0 if validation is None else validation[number]
+        if aside or not held_out:
+            split = Split(aside, seed, held_out) if aside else None
+            more: dict[str, Any] = dict(source=number, split=split, share=share, keep=keep)
+            plan = open_plan(packed, context, long_documents=long_documents, seed=seed, **more)
             rows.append(Rows(packed, plan, about["name"], number))
     return rows
 
@@ -288,6 +322,10 @@ class Stream:
     def documents(self, row: int) -> list[int]:
         source, row = self.where(row)
         return source.documents(row)
+
+    def parents(self, row: int) -> list[int | None]:
+        source, row = self.where(row)
+        return source.parents(row)
 
     def segments(self, row: int) -> list[tuple[int, int, int]]:
         source, row = self.where(row)

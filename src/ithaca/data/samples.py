@@ -26,6 +26,7 @@ from ..config.schema import Config, Source
 from ..engine.batch import Batch
 from ..engine.build import model_config
 from ..engine.run import Run
+from ..engine.trees import no_trees
 from .batch import Scores, batch_from_rows, batch_of_units
 from .folder import Packed
 from .needles import Needles
@@ -33,7 +34,7 @@ from .pack import pack
 from .recall import Recall
 from .report import plan_words, summary
 from .rows import Rows, Stream, open_rows
-from .source import sources_of
+from .source import has_units, sources_of
 from .templates import template_text
 from .tokenizer import check_tokenizer, load_tokenizer
 
@@ -63,36 +64,57 @@ def pack_sources(config: Config, say: Callable[[str], None], *, keep: bool = Tru
             packed = pack(sources_of(files), folder, **more)
     else:
         packed = Packed(folder)
-    check_kinds(config, [(about["name"], about["kind"], about["units"]) for about in packed.manifest["sources"]])
+    check_kinds(
+        config, [(about["name"], about["kind"], about["use"], about["values"]) for about in packed.manifest["sources"]]
+    )
     say("\n".join(summary(packed)))
     check_files(packed, RunFolder(config.run.folder).checked, say, keep=keep)
     if (local(config.tokenizer) / "tokenizer.json").is_file():
         check_tokenizer(packed, load_tokenizer(config.tokenizer), config.tokenizer)
+    if (kept := why_apart(config, packed)) is not None:
+        say(f"what answers or branches begin with alike is computed for each of them: {kept}")
     for held_out in (False, *([True] if data.holds_out and config.eval.every is not None else [])):
         for rows in _rows(config, packed, keep, held_out):
             name = f"{rows.name}, held out" if held_out else rows.name
             say("\n".join(plan_words(name, data.context, rows.plan.counts, data.long_documents)))
 
 
-_LEARNS = {"sft": "texts, chats and completions", "dpo": "preferences", "policy": "rollouts"}
+def shares_prefixes(config: Config, packed: Packed) -> bool:
+    """Whether parts of units share what they begin with."""
+    return config.data.share_prefixes != "off" and why_apart(config, packed) is None
+
+
+def why_apart(config: Config, packed: Packed) -> str | None:
+    """Why units that could share what they begin with do not; None where they do, where there are none, or where nobody asks."""
+    if config.data.share_prefixes == "off" or not packed.has_units():
+        return None
+    if not packed.knows_shared:
+        return f"{packed.folder} was packed before this was written down; pack the data again"
+    return no_trees(model_config(config.model, config.data.context))
+
+
+_LEARNS = {"sft": "texts, chats, completions and trees", "dpo": "preferences", "policy": "rollouts and judged trees"}
+_OBJECTIVES = {"preference": "dpo", "rollout": "policy", "judged tree": "policy"}  # of units; of all else sft
 _REMEDY = {
-    "preference": "learn from both answers with objective: dpo, or from the chosen ones with use: chosen",
-    "rollout": "learn from them with objective: policy",
+    "dpo": "learn from both answers with objective: dpo, or from the chosen ones with use: chosen",
+    "policy": "learn from them with objective: policy",
+    "sft": "name other data, or leave objective out",
 }
 
 
-def check_kinds(config: Config, found: Iterable[tuple[str, str, bool]]) -> None:
-    """ValueError where the objective cannot learn from a source. found: of each source its name, its kind, and whether it holds
-    units."""
-    wanted = {"dpo": "preference", "policy": "rollout"}.get(config.objective.kind)
-    for name, kind, units in found:
-        if (kind if units else None) != wanted:
-            what = f"{kind}s" if units else f"single documents ({kind})"
-            remedy = _REMEDY[kind] if units else "name other data, or leave objective out"
-            raise ValueError(
-                f"source {name} holds {what}, and objective.kind={config.objective.kind} learns from "
-                f"{_LEARNS[config.objective.kind]}; {remedy}"
-            )
+def check_kinds(config: Config, found: Iterable[tuple[str, str, str | None, str | None]]) -> None:
+    """ValueError where the objective cannot learn from a source. found: of each source its name, kind and use, and what its parts
+    are judged by; "?" = not known yet."""
+    for name, kind, use, values in found:
+        what = "judged tree" if kind == "tree" and values is not None else kind
+        learns = _OBJECTIVES.get(what, "sft") if has_units(kind, use) else "sft"
+        if config.objective.kind == learns or (kind == "tree" and values == "?" and config.objective.kind == "sft"):
+            continue
+        said = f"{what}s" if has_units(kind, use) else f"single documents ({kind})"
+        raise ValueError(
+            f"source {name} holds {said}, and objective.kind={config.objective.kind} learns from "
+            f"{_LEARNS[config.objective.kind]}; {_REMEDY[learns]}"
+        )
 
 
 # What packing calls its options, and what a run does.
@@ -172,6 +194,7 @@ def _rows(config: Config, packed: Packed, keep: bool, held_out: bool = False) ->
         seed=data.seed,
         validation=shares if any(shares) else None,
         held_out=held_out,
+        share=shares_prefixes(config, packed),
         keep=keep,
     )
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..base.files import sha256_of
-from .manifest import BLOCK, INDEX, OLD, PART, token_dtype
+from .manifest import BLOCK, INDEX, OLD, WRITTEN, token_dtype
 
 
 class ShardWriter:
@@ -31,7 +31,7 @@ class ShardWriter:
         self._mask: _MaskWriter | None = None  # from the first token on that is not supervised
         self._units = open(folder / f"units-{number:05d}.part", "wb", buffering=1 << 16) if units else None  # noqa: SIM115
         self._old: IO[bytes] | None = None
-        self._parts: list[tuple[int, int, float]] = []  # of the document being written
+        self._parts: list[tuple[int, int, float, int]] = []  # of the document being written: manifest.WRITTEN
         self._sampled: list[np.ndarray] = []  # old log-probabilities of its tokens
         self._hash = blake2b(digest_size=8)  # of the document being written
         self._length = 0
@@ -58,9 +58,12 @@ class ShardWriter:
         self._seen.append(seen)
         self._sizes.append(len(ids))
 
-    def part(self, ids: np.ndarray, seen: np.ndarray, value: float = math.nan, old: np.ndarray | None = None) -> None:
-        """One of the documents of a unit. value: its reward or advantage. old: log-probabilities of its supervised tokens."""
-        self._parts.append((len(ids), int(seen[1:].sum()), value))
+    def part(
+        self, ids: np.ndarray, seen: np.ndarray, value: float = math.nan, old: np.ndarray | None = None, shared: int = 0
+    ) -> None:
+        """One of the documents of a unit. value: its reward or advantage. old: log-probabilities of its supervised tokens. shared:
+        tokens that need not be computed again where the part before it was (branches.py)."""
+        self._parts.append((len(ids), int(seen[1:].sum()), value, shared))
         self.add(ids, seen)
         if old is not None:
             sampled = np.zeros(len(ids), OLD)
@@ -83,7 +86,7 @@ class ShardWriter:
             whole = np.concatenate([np.ones(size, bool) if seen is None else seen for seen, size in both])
             learn = int(whole[1:].sum())
         if self._parts:
-            learn = sum(supervised for _, supervised, _ in self._parts)
+            learn = sum(supervised for _, supervised, _, _ in self._parts)
         if self._length < 2:
             return self.discard("too_short")
         if learn == 0:
@@ -107,7 +110,7 @@ class ShardWriter:
     def _write_parts(self) -> None:
         if self._units is None:
             return
-        self._units.write(np.array([len(self._parts)], INDEX).tobytes() + np.array(self._parts, PART).tobytes())
+        self._units.write(np.array([len(self._parts)], INDEX).tobytes() + np.array(self._parts, WRITTEN).tobytes())
         if self._sampled and self.documents == 0:
             self._old = open(self.folder / f"old-{self.number:05d}.bin", "wb", buffering=1 << 20)  # noqa: SIM115
         if bool(self._sampled) != (self._old is not None):

@@ -10,10 +10,11 @@ dataset. Its format is told by file names, what its records are by their columns
     prompt, completion                   texts or lists of messages; only the completion is supervised
     chosen, rejected [, prompt]          two answers, a unit; with `use: chosen` only the chosen one is read, and supervised
     prompt, completions [, rewards, ...] completions that were sampled and judged, a unit
+    nodes [, tools]                      a conversation or text with branches, a unit (nodes.py)
     input_ids [, labels]                 token ids; labels of -100 are not supervised
 
-formats.py reads them. A *unit* is several documents that stay together in one row, because what is learned is in how they differ:
-objectives dpo and policy are made of them.
+formats.py reads them. A *unit* is several documents that stay together in one row, because what is learned is in how they differ
+(objectives dpo and policy are made of them), or because they share what they begin with.
 
 `columns` maps these names to those of the data: {"text": "body"}. A text file is one document. A .npy file is token
 ids: an array of one dimension is one document, or as many as NAME.offsets.npy beside it says; of two dimensions, a
@@ -41,6 +42,7 @@ KINDS = {
     "completion": ("prompt", "completion"),
     "preference": ("chosen", "rejected"),
     "rollout": ("prompt", "completions"),
+    "tree": ("nodes",),
     "tokens": ("input_ids",),
 }
 OPTIONAL = {
@@ -50,9 +52,18 @@ OPTIONAL = {
     "completion": ("tools",),
     "preference": ("prompt", "tools"),
     "rollout": ("rewards", "advantages", "logprobs", "tools"),
+    "tree": ("tools",),
     "tokens": ("labels", "attention_mask"),
 }
-TEMPLATED = ("chat", "sharegpt", "alpaca", "completion", "preference", "rollout")  # what a chat template may render
+TEMPLATED = (
+    "chat",
+    "sharegpt",
+    "alpaca",
+    "completion",
+    "preference",
+    "rollout",
+    "tree",
+)  # what a chat template may render
 USES = ("chosen",)
 VALUES = ("rewards", "advantages")  # what completions of a rollout are judged by
 _NAMES = sorted({name for names in (*KINDS.values(), *OPTIONAL.values()) for name in names})
@@ -150,7 +161,7 @@ def tell_kind(source: Source, columns: Iterable[str], where: str) -> str:
 
 def has_units(kind: str, use: str | None) -> bool:
     """Whether a record is several documents that stay together."""
-    return kind == "rollout" or (kind == "preference" and use is None)
+    return kind in ("rollout", "tree") or (kind == "preference" and use is None)
 
 
 def check_use(source: Source, kind: str) -> None:

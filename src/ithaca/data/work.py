@@ -14,6 +14,7 @@ import numpy as np
 
 from ..base.files import sha256_in
 from .arrays import read_arrays
+from .manifest import FIRST
 from .readers import read_records, read_text
 from .record import Record
 from .render import Encoders, around, check_characters, columns_of, encode_text, given_tokens, read_unit, render_text
@@ -55,7 +56,7 @@ def start_worker(job: Job) -> Callable[[Any, Report], Any]:
             worker = _PartWorker(job, part, encoders, writer, report)
             worker.run()
             marked_by = encoders.marked_by(worker.source) if encoders is not None and worker.chats else None
-            judged = {"values": worker.values, "equal": worker.equal}
+            judged = {"values": worker.values, "equal": worker.equal, "first": worker.first}
             return {**writer.close(), "chats": worker.chats, "marked_by": marked_by, **judged}
 
     return handle
@@ -69,6 +70,7 @@ class _PartWorker:
         self.units = has_units(self.kind, self.source.use)
         self.values: str | None = None  # what rollouts are judged by
         self.equal = 0  # groups of which all completions are judged alike
+        self.first: dict[str, list[str]] = {}  # places of the first units that teach nothing, by why
         self._texts: list[tuple[str, Record]] = []
         self._characters = 0
         self._read = self._told_documents = self._told_tokens = 0
@@ -128,20 +130,30 @@ class _PartWorker:
         unit = read_unit(record.values, self.kind, self.source, self.encoders, self.job.eos)
         if unit.left_out is not None:
             self.writer.dropped[unit.left_out] += 1
+            self._note(unit.left_out, record)
             return
-        if self.values not in (None, unit.what):
+        if self.writer.documents and self.values != unit.what:
             raise ValueError(
-                f"there are {unit.what}, and {self.values} in records before; give one of them in all records"
+                f"there are {unit.what or 'no rewards'}, and {self.values or 'no rewards'} in records before; give the same in all "
+                "records"
             )
+        self.writer.dropped["unsupervised"] += unit.idle
         self.values = unit.what
-        for at, (ids, seen) in enumerate(unit.parts):
+        for at, ((ids, seen), shared) in enumerate(zip(unit.parts, unit.shared, strict=True)):
             value = math.nan if unit.values is None else unit.values[at]
-            self.writer.part(ids, seen, value, None if unit.logprobs is None else unit.logprobs[at])
+            self.writer.part(ids, seen, value, None if unit.logprobs is None else unit.logprobs[at], shared)
         self.writer.end()
         self.chats += unit.chats > 0
         # an advantage says by itself what is learned, a reward only beside others
         idle = 0.0 if unit.what == "advantages" else (unit.values or [math.nan])[0]
-        self.equal += unit.values is not None and all(value == idle for value in unit.values)
+        if unit.values is not None and all(value == idle for value in unit.values):
+            self.equal += 1
+            self._note("equal", record)
+
+    def _note(self, why: str, record: Record) -> None:
+        places = self.first.setdefault(why, [])
+        if len(places) < FIRST:
+            places.append(record.place())
 
     @contextmanager
     def _placing(self, record: Record) -> Iterator[None]:

@@ -41,7 +41,7 @@ class RankCost:
         self.rotary = 2 * self.tokens * model.head_dim * BF16  # cos and sin of every position
         self.attention = _attention_cost(
             model.heads, model.kv_heads, model.head_dim, self.rows, self.tokens, stack.ulysses, stack.ring,
-            stack.heads_per_stage,
+            stack.heads_per_stage, job.trees,
         )  # fmt: skip
         # whole weights on every rank of several are shards of one each
         self.fsdp = stack.shard_parameters or job.world > 1

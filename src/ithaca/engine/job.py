@@ -38,6 +38,9 @@ class Job:
     reference: bool = (
         False  # in every step the base scores the same rows without gradients (objective.reference=adapters)
     )
+    trees: bool = (
+        False  # answers share their prompt, so that attention of a stage is merged in fp32 (data.share_prefixes)
+    )
     processors: int = 0  # of the GPU, where results must have the same bits each time; 0 = they need not
 
     @property

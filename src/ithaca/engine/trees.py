@@ -78,6 +78,13 @@ def _pair(entry: Any, where: str, at: int) -> tuple[Any, int | None]:
     return length, parent
 
 
+def no_trees(config: Any) -> str | None:
+    """Why a model, by its Hugging Face config, cannot learn from trees; None where it can."""
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
+        return "the experts' balance loss (output_router_logits in config.json) would count what is shared once"
+    return None
+
+
 def leaves_below(parents: Sequence[int | None]) -> list[int]:
     """How many leaves each node is on the way to; a leaf: itself."""
     inner = {parent for parent in parents if parent is not None}

@@ -30,6 +30,7 @@ from ..data.batch import batch_of_units
 from ..data.folder import Packed
 from ..data.publish import publish
 from ..data.rows import Rows, Stream, open_rows
+from ..data.samples import shares_prefixes
 from ..engine.batch import Batch, Units
 from ..engine.build import device_of, model_config
 from ..engine.criterion import units_of
@@ -234,8 +235,8 @@ def score_alone(opened: Opened, packed: Packed, out: Path, temperature: float) -
     run, opened = load_model(opened, hf, device_of(config))
     name = str(opened.checkpoint or config.model.folder)
     answers = left_out = 0
-    for rows in open_rows(packed, config.data.context, keep=False):
-        if rows.has_units:
+    for rows in open_rows(packed, config.data.context, share=shares_prefixes(config, packed), keep=False):
+        if packed.has_answers(rows.source):
             stream, counts = Stream([rows]), rows.plan.counts
             more: dict[str, Any] = dict(model=name, temperature=temperature, tokens=config.data.context)
             score(run, out, stream, range(len(rows)), **more)

@@ -56,8 +56,10 @@ def score_rows(
         losses, hits = run.score(batch)
         first = start + run.mesh.data.rank * per_group
         real = max(0, min(per_group, len(rows) - first))  # behind the last row come copies of it
-        counted = batch.labels[:real] != IGNORE
-        values = torch.stack((losses[:real].double(), hits[:real].double(), counted.double()), -1)
+        counted = (batch.labels[:real] != IGNORE).double()
+        if batch.weights is not None:  # what branches share counts for each of them
+            counted = batch.weights[:real].double()
+        values = torch.stack((losses[:real] * counted, hits[:real] * counted, counted), -1)
         by_row[first : first + real] += values.sum(1)
         where = torch.bucketize(batch.positions.contiguous(), limits, right=True).expand_as(batch.labels)[:real]
         by_range.index_add_(0, where.flatten(), values.flatten(0, 1))

@@ -33,6 +33,7 @@ def requested(config: Config) -> dict[str, Any]:
         "deterministic": train.deterministic,
         "objective": config.objective.kind,
         "reference": config.objective.reference_of(lora is not None) == "adapters",
+        "trees": config.objective.kind != "sft" and config.data.share_prefixes != "off",
         # the last one is waited for
         "asynchronous": checkpoint.asynchronous and checkpoint.every is not None and checkpoint.every < train.steps,
         **adapters,

@@ -27,19 +27,24 @@ from typing import Any
 from ..engine.model.families import FAMILIES, Family
 
 
-def model_flops(config: Any, lengths: Iterable[int], *, adapters: int | None = None) -> int:
+def model_flops(
+    config: Any, lengths: Iterable[int], *, adapters: int | None = None, places: Iterable[int] | None = None
+) -> int:
     """Operations of forward and backward over documents of these lengths: those of all rows of a step, on all ranks.
 
-    config: the model's Hugging Face config. adapters: with LoRA, how many adapter weights are trained; the base is frozen then,
+    config: the model's Hugging Face config. places: in trees, how many tokens are before each document on the way from its root,
+    which it sees. adapters: with LoRA, how many adapter weights are trained; the base is frozen then,
     and its weights need no gradient. None: all weights are trained.
     """
-    sizes = Counter(int(length) for length in lengths)  # int: numpy's would overflow without a word
-    tokens = sum(length * count for length, count in sizes.items())
+    lengths = [int(length) for length in lengths]  # int: numpy's would overflow without a word
+    sizes = Counter(zip(lengths, [0] * len(lengths) if places is None else places, strict=True))
+    tokens = sum(lengths)
     weights = matmul_weights(config)
     per_token = 6 * weights if adapters is None else 4 * weights + 6 * adapters
     pairs = 0
     for window, layers in Counter(layer_windows(config)).items():
-        pairs += layers * sum(visible_pairs(length, window) * count for length, count in sizes.items())
+        for (length, place), count in sizes.items():
+            pairs += layers * count * (visible_pairs(place + length, window) - visible_pairs(place, window))
     return per_token * tokens + 3 * 2 * sum(head_sizes(config)) * config.num_attention_heads * pairs
 
 

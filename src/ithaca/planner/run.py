@@ -182,6 +182,8 @@ def taken(loaded: Loaded, hardware: Hardware | None, said: str) -> list[Taken]:
         rows.append(("offload_optimizer", said_so, _place(loaded, "train.offload_optimizer")))
     if config.model.lora is not None:
         rows.append(("lora", f"rank {config.model.lora.rank}", _place(loaded, "model.lora")))
+    if config.objective.kind != "sft":
+        rows.append(("objective", config.objective.kind, _place(loaded, "objective")))
     stack = "auto: searched" if config.stack.auto else "kept as it is given"
     fields_given = [f"stack.{field.name}" for field in fields(Stack) if f"stack.{field.name}" in loaded.origins]
     rows.append(("stack", stack, _place(loaded, "stack.auto" if config.stack.auto else fields_given[0])))

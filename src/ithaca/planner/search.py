@@ -56,6 +56,7 @@ def plan(
     deterministic: bool = False,
     objective: str = "sft",
     reference: bool = False,
+    trees: bool = False,
     kernel: str | None = None,
     stack: Stack | None = None,
     advise: bool = True,
@@ -70,10 +71,10 @@ def plan(
     one machine; not given, what is usual is assumed and said (`Plan.assumed`), and no disk is used unless the stack asks for one.
     rows: of an optimizer step, over all GPUs and `accumulation` micro-batches. offload_optimizer: None = where a search finds that
     nothing else fits. optimizer, lora (the rank), lora_targets, asynchronous (checkpoints), deterministic, objective: as in a run's
-    config. reference: whether the base scores the rows of every step. kernel: attention kernel; None = the engine's choice. stack:
-    a whole stack to look at instead of searching. advise: where nothing fits, look for what would. only_fit: whether something
-    fits, not the fastest. config: Hugging Face's, where `model` is but a name. say: told of each dry run. pinned: fields of Stack
-    that must stay as given.
+    config. reference: whether the base scores the rows of every step. trees: whether answers share their prompt. kernel: attention
+    kernel; None = the engine's choice. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for
+    what would. only_fit: whether something fits, not the fastest. config: Hugging Face's, where `model` is but a name. say: told of
+    each dry run. pinned: fields of Stack that must stay as given.
     """
     given = stack or Stack(**_known(pinned))
     if isinstance(model, str) and (config is not None or is_own(model, given)):
@@ -111,7 +112,7 @@ def plan(
     job = Job(
         sizes, given, tokens, hardware.count, rows, whole, windowed, optimizer=optimizer, lora=lora,
         targets=tuple(lora_targets), offload=bool(offload_optimizer), accumulation=accumulation, asynchronous=asynchronous,
-        units=objective != "sft", reference=reference, processors=hardware.gpu.processors if deterministic else 0,
+        units=objective != "sft", reference=reference, trees=trees, processors=hardware.gpu.processors if deterministic else 0,
     )  # fmt: skip
     may_offload = offload_optimizer is None and stack is None and given.shard_parameters and optimizer == "adamw"
     if config is not None:

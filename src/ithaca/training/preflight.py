@@ -215,7 +215,7 @@ def _data(read: _Reading, config: Config, vocabulary: int, about: str) -> Stream
                 for number, source in enumerate(files)
             ]
             check_vocabulary(inputs, parts, asked.get("vocabulary"), config.data.eos)
-        check_kinds(config, [(entry.source.path, entry.kind, entry.units) for entry in inputs])
+        check_kinds(config, [(entry.source.path, entry.kind, entry.source.use, "?") for entry in inputs])
         for entry in inputs:
             count = len(entry.files.paths)
             say(

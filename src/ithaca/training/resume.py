@@ -117,6 +117,7 @@ def changes(before: str, now: str, step: int) -> tuple[list[str], list[str]]:
         config["phases"] = {str(number): phase for number, phase in enumerate(config.get("phases") or (), 1)}
     for config in configs:  # before there was a choice
         config.setdefault("objective", asdict(Objective()))
+        config.setdefault("data", {}).setdefault("share_prefixes", "auto")
     for train in (
         config.get("train") or {} for config in configs
     ):  # what null comes to where auto has not made it true

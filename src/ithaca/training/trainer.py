@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ..config.dump import dump, origins
 from ..config.nodes import Place, load_plain
 from ..config.schema import Config, StackOptions
 from ..data.report import about
-from ..data.rows import Stream
+from ..data.rows import Stream, places_of
 from ..data.samples import Loader, open_stream, pack_sources
 from ..engine.build import DTYPES, device_of, model_config, model_name, prepared
 from ..engine.criterion import Criterion, check_criterion
@@ -361,9 +362,13 @@ class Trainer:
         self, done: Stepped, seconds: float, gauge: Gauge, peak: float | None, samples: range, evaluated: float | None
     ) -> StepRecord:
         world = self.model.mesh.world
-        lengths = [length for sample in samples for length in self.loader.stream.documents(sample)]
+        stream = self.loader.stream
+        lengths = [stream.documents(sample) for sample in samples]
+        places = [places_of(row, stream.parents(sample)) for row, sample in zip(lengths, samples, strict=True)]
         trained = sum(p.numel() for p in self.model.model.parameters() if p.requires_grad)
-        work = model_flops(self.hf, lengths, adapters=trained if self.config.model.lora else None)
+        work = model_flops(
+            self.hf, chain(*lengths), places=chain(*places), adapters=trained if self.config.model.lora else None
+        )
         return StepRecord(
             step=self.step,
             loss=done.loss,

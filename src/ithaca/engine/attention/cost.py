@@ -40,7 +40,8 @@ class StageCost:
 
 class AttentionCost:
     def __init__(self, heads: int, kv_heads: int, head_dim: int, rows: int, tokens: int, ulysses: int, ring: int,
-                 heads_per_stage: int | None) -> None:  # fmt: skip
+                 heads_per_stage: int | None, trees: bool = False) -> None:  # fmt: skip
+        self.trees = trees  # documents are; counted is one whose answers are half of the row
         self.rows, self.tokens, self.head_dim, self.ulysses, self.ring = rows, tokens, head_dim, ulysses, ring
         self.head = rows * tokens * head_dim * BF16  # one head of this rank's tokens
         self.schedule = head_schedule(heads, kv_heads, ulysses, heads_per_stage)
@@ -117,11 +118,13 @@ class AttentionCost:
     def output(self, t: int) -> Bytes:
         """What the kernel makes; around a ring it is merged block by block, half of the queries at a time."""
         stage = self.stages[t]
-        if self.ring == 1:
+        if self.ring == 1 and not self.trees:
             return {"attention": stage.q_here}
         running = WIDE * stage.q_here  # the result so far, in fp32
         block = stage.q_here // 2  # the kernel's output for half of the queries
         merging = 3 * WIDE * (stage.q_here // 2)  # both parts weighted, and their sum, in fp32
+        if self.ring == 1:
+            return {"attention": running + block + merging}
         arriving = KV * stage.k_here  # the next block
         return {"attention": running + block + merging, "exchange": arriving}
 
@@ -151,7 +154,11 @@ class AttentionCost:
         stage = self.stages[t]
         if self.ring == 1:
             made = stage.q_here + KV * stage.k_here
-            return {"attention": made + sums, "workspace": workspace, "exchange": leaving}
+            cases = [(made, workspace)]
+            if self.trees:  # then in fp32, and to that comes what the answers have of their prompt
+                cases += [(made + WIDE * made, 0), (WIDE * made + made // 2, workspace // 2)]
+            held, workspace = max(cases, key=sum)
+            return {"attention": held + sums, "workspace": workspace, "exchange": leaving}
         dq = WIDE * stage.q_here + stage.q_here  # the sum in fp32, and a block's part
         # in fp32 the sums of the block that is here, and those just passed on; a block's part is of half of the keys
         dkv = 2 * KV * WIDE * stage.k_here + KV * (stage.k_here // 2)

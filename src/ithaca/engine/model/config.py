@@ -59,6 +59,15 @@ _ACTIVATIONS = (
 _LAYERS = ("full_attention", "sliding_attention")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE = ("rope_parameters", "rope_scaling")
+_ROTARY = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "llama3",
+    "proportional",
+)  # transformers' ROPE_INIT_FUNCTIONS
 _LARGEST = 1e30
 
 
@@ -206,6 +215,13 @@ def _together(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"layer_types={_shown(kinds)} must be a list of {' and '.join(_LAYERS)}"
     elif kinds is not None and len(kinds) != layers:
         yield f"layer_types has {len(kinds)} entries, and num_hidden_layers is {_shown(layers)}"
+    for name in _ROPE:
+        given = settings.get(name)
+        tables = [given, *given.values()] if isinstance(given, dict) else []
+        for table in (table for table in tables if isinstance(table, dict)):
+            rotary = table.get("rope_type", table.get("type"))
+            if isinstance(rotary, str) and rotary not in _ROTARY:
+                yield f"{name}: rope_type={_shown(rotary)} must be one of {', '.join(_ROTARY)}"
     dense = settings.get("mlp_only_layers")
     if dense is not None and not (
         isinstance(dense, list) and all(type(layer) is int and layer >= 0 for layer in dense)

@@ -282,9 +282,13 @@ def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float, accumulation
 
 
 def _batch(run: Run, job: Job, documents: list[int] | None, fake: FakeTensorMode) -> Any:
-    packed = None if documents is None else [documents] * job.batch
+    given: list[Any] | None = documents
+    if job.trees:  # a prompt and two answers; the token where they part is computed twice
+        answer = job.context // 4
+        given = [(job.context - 1 - 2 * answer, None), (answer, 0), (answer, 0)]
+    packed = None if given is None else [given] * job.batch
     with _disable_current_modes():  # how a batch is cut depends on its numbers
-        batch = run.shard(torch.zeros(job.batch, job.context, dtype=torch.int64), documents=packed)
+        batch = run.shard(torch.zeros(job.batch, job.context - job.trees, dtype=torch.int64), documents=packed)
         asked = batch.asked if job.units else None
     values = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor) and name != "asked"}
     batch = replace(batch, **{name: fake.from_tensor(value) for name, value in values.items()})
