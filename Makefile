@@ -40,11 +40,12 @@ fuzz: setup
 
 # More configurations of the plan's arithmetic against the code: 3 minutes on 2 cores.
 plans: setup
-	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner tests/observe/profiler tests/test_benchmarks.py
+	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner tests/observe/profiler tests/test_benchmarks.py tests/test_recipes.py
 
-# Log-probabilities under any gradient: every family and three of their own code on 1 to 8 ranks: 3 minutes on 2 cores.
+# Log-probabilities under any gradient: every family and three of their own code on 1 to 8 ranks; more layouts of a base in NF4.
+# 3 minutes on 2 cores.
 losses: setup
-	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py tests/integrations/test_dpo.py
+	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py tests/integrations/test_dpo.py tests/parity/test_nf4.py
 
 # More trees, models and layouts against the unrolled batch; steps with and without shared prompts. 9 minutes on 2 cores.
 trees: setup

@@ -65,3 +65,14 @@ def test_states_on_either_side(capsys: pytest.CaptureFixture[str], monkeypatch: 
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [line[0] for line in lines] == ["states", "device", "host"] and {len(line) for line in lines} == {10}
     assert lines[1][-1] == "0 B" and float(lines[2][3].split()[0]) < float(lines[2][1].split()[0])
+
+
+@pytest.mark.skipif(
+    os.environ.get("ITHACA_PLANS") != "long", reason="two processes that import torch, 10 s: make plans"
+)
+def test_four_bits_beside_sixteen(tmp_path: Path):
+    script = [sys.executable, str(SCRIPT.with_name("qlora.py")), "--shape", "tiny_llama", "--context", "128", "--cpu"]
+    done = subprocess.run([*script, "--steps", "1"], capture_output=True, text=True)
+    assert done.returncode == 0 and [line[:6] for line in done.stdout.splitlines()[2:]] == ["| bf16", "| nf4 "], done
+    done = subprocess.run([*script, "--load", str(tmp_path / "model")], capture_output=True, text=True)
+    assert done.returncode == 0 and "first loss after" in done.stdout, done

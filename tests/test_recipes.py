@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,28 @@ import pytest
 from ithaca import Stack
 from ithaca.cli.main import main
 from ithaca.config import load, recipe_names, recipe_text
-from ithaca.planner.config import requested
-from ithaca.planner.hardware import parse_gpus
+from ithaca.config.schema import Config
+from ithaca.engine.model.sizes import read_sizes
+from ithaca.planner.config import hf_config, requested
+from ithaca.planner.dry_run.run import dry_run
+from ithaca.planner.hardware import Hardware, parse_gpus
 from ithaca.planner.search import plan
 from ithaca.planner.text import describe
 
 NAMES = [
-    "llama31_8b_lora_256k_1x24gb", "llama32_3b_3m_8xh100", "llama3_8b_1m_8xh100", "llama3_8b_256k_1xh100",
+    "llama31_70b_qlora_128k_2xh100", "llama31_8b_lora_128k_1x48gb", "llama31_8b_lora_256k_1x24gb",
+    "llama31_8b_qlora_128k_1x24gb", "llama32_3b_3m_8xh100", "llama3_8b_1m_8xh100", "llama3_8b_256k_1xh100",
     "llama3_8b_2m_1xh200", "llama3_8b_5m_8xh100", "llama3_8b_64k_8xh100",
-    "qwen3_32b_4m_16xh100", "qwen3_4b_512k_1xh200", "qwen3_8b_1m_8xh100", "tiny_cpu",
+    "qwen3_32b_4m_16xh100", "qwen3_32b_qlora_64k_1xh100", "qwen3_4b_512k_1xh200", "qwen3_8b_1m_8xh100", "tiny_cpu",
 ]  # fmt: skip
+MODELS = {
+    "Llama-3.1-8B-Instruct": "llama31_8b", "Llama-3.1-70B": "llama31_70b", "Llama-3.2-3B": "llama32_3b",
+    "Meta-Llama-3-8B": "llama3_8b", "Qwen3-32B": "qwen3_32b", "Qwen3-4B": "qwen3_4b", "Qwen3-8B": "qwen3_8b",
+}  # fmt: skip
 CONTEXTS = {
     "2k": 2**11,
     "64k": 2**16,
+    "128k": 2**17,
     "256k": 2**18,
     "512k": 2**19,
     "1m": 2**20,
@@ -34,6 +44,16 @@ CONTEXTS = {
     "4m": 2**22,
     "5m": 5 * 2**20,
 }
+
+
+def model_of(config: Config) -> str:
+    return MODELS[Path(config.model.folder).name]
+
+
+def hardware_of(name: str) -> Hardware:
+    usual = {"1x24gb": "1xrtx4090", "1x48gb": "1xl40s", "16xh100": "2x8xh100"}
+    gpus = name.rpartition("_")[2]
+    return parse_gpus(usual.get(gpus, gpus))
 
 
 def cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
@@ -61,11 +81,12 @@ def test_a_recipe_is_complete_and_says_what_is_measured(name: str):
     hardware = parts[-1]
     assert config.data.context == CONTEXTS[parts[-2]]
     assert config.launch.world == int(hardware.partition("x")[0]) and config.data.packed is not None
-    assert config.model.rope is not None  # none of these models was made for that length
-    assert (config.model.lora is not None) == ("lora" in parts)
+    assert (config.model.rope is not None) == (config.data.context > (read_sizes(model_of(config)).longest or 0))
+    assert (config.model.lora is not None) == bool({"lora", "qlora"} & set(parts))
+    assert (config.model.quantize is not None) == ("qlora" in parts)
 
 
-@pytest.mark.parametrize("name", [each for each in NAMES if each != "tiny_cpu"])
+@pytest.mark.parametrize("name", [each for each in NAMES if each != "tiny_cpu" and "_128k_" not in each])
 def test_the_stretch_of_the_positions_is_the_stretch_of_the_context(name: str):
     config = load(None, recipe=name).config
     rope = config.model.rope
@@ -78,28 +99,33 @@ def test_the_stretch_of_the_positions_is_the_stretch_of_the_context(name: str):
         assert rope.factor / 8 == config.data.context / 2**17
 
 
-MODELS = {
-    "Llama-3.1-8B-Instruct": "llama31_8b", "Llama-3.2-3B": "llama32_3b", "Meta-Llama-3-8B": "llama3_8b",
-    "Qwen3-32B": "qwen3_32b", "Qwen3-4B": "qwen3_4b", "Qwen3-8B": "qwen3_8b",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", [each for each in NAMES if each != "tiny_cpu"])
 def test_a_recipe_fits_the_hardware_it_is_named_for(name: str):
     """With its own adapters, optimizer and stack, on machines as they usually are; a phase at a time."""
     config = load(None, recipe=name).config
-    gpus = name.rpartition("_")[2].replace("1x24gb", "1xrtx4090").replace("16xh100", "2x8xh100")
-    hardware = parse_gpus(gpus)
+    hardware = hardware_of(name)
     assert hardware.count == config.launch.world and config.launch.gpu_memory in (None, hardware.gpu.memory)
     contexts = [phase.context for phase in config.phases] or [config.data.context]
     for context in contexts:
         asked = {**requested(config), "context": context}
-        found = plan(MODELS[Path(config.model.folder).name], gpus=hardware, stack=config.stack.chosen, **asked)
+        found = plan(model_of(config), gpus=hardware, stack=config.stack.chosen, **asked)
         assert found.fits, describe(found)[0]
         assert (found.job.lora, found.job.offload) == (
             16 if config.model.lora else 0,
             bool(config.train.offload_optimizer),
         )
+        assert found.job.quantize == config.model.quantize
+
+
+@pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="some 20 s each: make plans")
+@pytest.mark.parametrize("name", [each for each in NAMES if "lora_128k" in each or "lora_64k" in each])
+def test_a_recipe_takes_what_its_plan_says(name: str):
+    """Counted by the dry run."""
+    config = load(None, recipe=name).config
+    found = plan(model_of(config), gpus=hardware_of(name), stack=config.stack.chosen, **requested(config))
+    ran = dry_run(found.job, hf_config(model_of(config)))
+    assert -0.02 <= found.memory.peak / ran.peak - 1 <= 0.05
+    assert found.memory.host == pytest.approx(ran.host, rel=0.02)
 
 
 def test_the_demo_and_the_two_node_run():

@@ -34,6 +34,7 @@ REQUESTED: dict[str, Any] = {
     "model.lora": Lora(),
     "model.lora.rank": 64,
     "model.lora.targets": ("q_proj", "v_proj"),
+    "model.quantize": "nf4",
     "data.context": 128 * K,
     "train.rows": 4,
     "train.accumulation": 2,
@@ -106,7 +107,7 @@ def changed(config: Any, path: str, value: Any) -> Any:
 
 @pytest.mark.parametrize("path", REQUESTED)
 def test_a_setting_that_is_handed_on_makes_another_plan(path: str):
-    base = ADAPTED if path.startswith("model.lora.") else BASE
+    base = ADAPTED if path.startswith(("model.lora.", "model.quantize")) else BASE
 
     def looked(config: Config):
         found = plan(
@@ -130,6 +131,7 @@ CASES: list[tuple[str, int, int, Stack, dict[str, Any]]] = [
     ("llama32_1b", 64 * K, 1, Stack(tile=16384), dict(kernel="flash", processors=132)),
     ("llama3_8b", 16 * K, 2, Stack(ulysses=2, tile=4096), dict(units=True)),
     ("llama32_1b", 16 * K, 1, Stack(), dict(units=True, reference=True, lora=16)),
+    ("llama3_8b", 4 * K, 2, Stack(ulysses=2, tile=2048), dict(lora=16, quantize="nf4")),
 ]  # fmt: skip
 if os.environ.get("ITHACA_PLANS") == "long":  # make plans
     CASES += [
@@ -145,6 +147,8 @@ if os.environ.get("ITHACA_PLANS") == "long":  # make plans
          dict(lora=16, targets=("down_proj",))),
         ("llama3_8b", 64 * K, 4, Stack(ulysses=4, store="disk", hold=False), {}),
         ("qwen3_8b", 32 * K, 2, Stack(ulysses=2, tile=16384), dict(lora=64, targets=QV)),
+        ("llama3_8b", 8 * K, 1, Stack(tile=2048), dict(lora=16, quantize="nf4")),
+        ("qwen3_4b", 16 * K, 4, Stack(ulysses=2, replicate=2, store="host"), dict(lora=16, quantize="nf4", rows=2)),
     ]  # fmt: skip
 
 

@@ -103,6 +103,9 @@ def add_request(parser: Any, *, run: bool = False) -> None:
         "--lora-targets", metavar="NAME,...", help="linear layers that get an adapter (default: all of a layer)"
     )
     parser.add_argument(
+        "--quantize", choices=("nf4",), help="with --lora: the frozen base in four bits a weight (QLoRA)"
+    )
+    parser.add_argument(
         "--synchronous", action="store_false", dest="asynchronous",
         help="checkpoints are written while the run waits: no copy in host memory",
     )  # fmt: skip
@@ -114,7 +117,8 @@ def add_request(parser: Any, *, run: bool = False) -> None:
 # Words of `add_request` that are arguments of the planner's functions, under the same names: of the machines, and of the run
 MACHINES = ("host", "disk", "kernel")
 ASKED = (
-    *MACHINES, "gpus", "rows", "accumulation", "optimizer", "offload_optimizer", "lora", "asynchronous", "deterministic",
+    *MACHINES, "gpus", "rows", "accumulation", "optimizer", "offload_optimizer", "lora", "quantize", "asynchronous",
+    "deterministic",
 )  # fmt: skip
 
 

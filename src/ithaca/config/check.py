@@ -158,6 +158,23 @@ def _model(config: Config) -> Iterator[Problem]:
                 "model.lora.targets is empty, so nothing would be trained; name a linear layer",
             )
 
+    if model.quantize is not None:
+        yield from _quantize(config)
+
+
+def _quantize(config: Config) -> Iterator[Problem]:
+    quantize = config.model.quantize
+    if config.model.lora is None:
+        yield (
+            ("model.quantize", "model.lora"),
+            f"model.quantize={quantize} is for a frozen base, and without model.lora all weights are trained; give both",
+        )
+    if config.train.offload_optimizer:
+        yield (
+            ("model.quantize", "train.offload_optimizer"),
+            f"train.offload_optimizer keeps weights in host memory, which model.quantize={quantize} spares; drop one of them",
+        )
+
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data

@@ -94,6 +94,11 @@ class Model:
     trust_remote_code: bool = option(False, "Let Python code that comes with the model run. Read that code first.")
     rope: Rope | None = option(None, "Rotary settings to train with; null = the model's own.")  # noqa: RUF009
     lora: Lora | None = option(None, "Train adapters instead of all weights; null = off.")  # noqa: RUF009
+    quantize: str | None = option(
+        None,
+        "With lora: keep the frozen linears of the layers in four bits a weight (QLoRA); null = in dtype.",
+        choices=("nf4",),
+    )
 
     @property
     def path(self) -> Path:

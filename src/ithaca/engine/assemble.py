@@ -11,10 +11,11 @@ from torch import nn
 from ..stack import Stack
 from .attention.choice import Kernels, Need
 from .attention.head_schedule import head_schedule
-from .fsdp import apply_fsdp
+from .fsdp import apply_fsdp, pack_shards
 from .mesh import Mesh
 from .model.adapter import Decoder
 from .model.fingerprint import Fingerprint
+from .model.nf4 import Nf4
 from .objective.cross_entropy import LossKernel
 from .offload.store import GpuStore, Store
 from .own import OwnDecoder, route_own
@@ -36,8 +37,11 @@ def assemble(
     dtype: torch.dtype,
     weights: str | Path | Callable[[Run], None] | None,
     seed: int = 0,
+    packing: type[Nf4] | None = None,
 ) -> Run:
-    """Put a run together from its parts. `prepare` chooses them by stack and device; a dry run brings its own."""
+    """Put a run together from its parts. `prepare` chooses them by stack and device; a dry run brings its own.
+
+    packing: what the frozen base's shards become; None = they stay as they are."""
     schedule = ()
     if isinstance(decoder, Decoder):
         for layer in decoder.layers:
@@ -45,14 +49,20 @@ def assemble(
         first = decoder.layers[0].projector
         schedule = head_schedule(first.heads, first.kv_heads, stack.ulysses, stack.heads_per_stage)
     run = Run(model, stack, mesh, decoder, store, on_device, kernels, schedule, dtype, loss_kernel)
-    _parallelize(run, weights, seed)
+    _parallelize(run, weights, seed, packing)
     return run
 
 
-def _parallelize(run: Run, weights: str | Path | Callable[[Run], None] | None, seed: int) -> None:
+def _parallelize(
+    run: Run, weights: str | Path | Callable[[Run], None] | None, seed: int, packing: type[Nf4] | None
+) -> None:
     """The order of techniques, with the reason beside each line."""
     decoder = run.decoder
     apply_fsdp(decoder, run.mesh, compute=run.dtype)  # first: a meta model is filled shard by shard
+    if packing is not None:
+        pack_shards(
+            [layer.module for layer in decoder.layers], packing
+        )  # before they are filled: packed as they are read
     materialize(run, weights, seed)
     route_whole(decoder.model, decoder.base, run.ranks)
     route(decoder.head, run.ranks)

@@ -127,6 +127,16 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
     linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is nn.Linear})
     wrapped: Any = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
     names = [name for name, module in wrapped.named_modules() if hasattr(module, "lora_A")]
+    tables = [
+        name.rpartition(".")[2]
+        for name, module in wrapped.named_modules()
+        if len(getattr(module, "lora_embedding_A", ()))
+    ]
+    if tables:
+        raise ValueError(
+            f"model.lora.targets names {', '.join(sorted(set(tables)))}, an embedding, quantised or not; adapters go on linear "
+            f"layers here: {', '.join(linears)}"
+        )
     # PEFT is content where one of them is there
     missing = [target for target in options.targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if missing and options.targets != LINEARS:
@@ -147,6 +157,7 @@ def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run
     return prepare(
         model, stack, device=device, dtype=dtype, weights=weights, scratch=config.stack.scratch,
         offload_parameters=bool(config.train.offload_optimizer), seed=config.train.seed + 1,
+        quantize=config.model.quantize,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from math import lcm
 
 from .attention.cost import AttentionCost, Bytes
 from .job import Job
-from .limits import BF16, BLOCK, FP32, HOLD_BYTES, PROJECTION_TILES, SLOTS, TABLE_BYTES, TILES_PER_PIECE
+from .limits import BF16, BLOCK, FP32, HOLD_BYTES, NF4, PROJECTION_TILES, SLOTS, TABLE_BYTES, TILES_PER_PIECE
 from .offload.cost import pinned
 
 INT64 = 8
@@ -52,6 +52,7 @@ class RankCost:
     def standing(self) -> Bytes:
         model, job = self.model, self.job
         weights = job.frozen // self.shards * BF16 + job.trained // self.shards * self.master
+        weights -= self.spared * model.layers // self.shards
         ids_labels_positions = 3 * INT64 * self.vectors
         standing = {
             "parameters": self.on_device * weights,
@@ -113,10 +114,24 @@ class RankCost:
 
     # -- FSDP2 ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def spared(self) -> int:
+        """Bytes by which NF4 makes the weights of a layer fewer, as they wait and as they are sent."""
+        return int(self.job.packed * (BF16 - NF4))
+
+    @property
+    def sent_layer(self) -> int:
+        """Bytes of a layer as they arrive from the other ranks."""
+        return self.model.layer_weights * BF16 - self.spared
+
     def gathered_layer(self) -> Bytes:
-        """The weights of this layer, and of the one before or after it."""
+        """The weights of this layer, and of the one before or after it, as they arrived."""
         layer = self.model.layer_weights * BF16
-        return {"fsdp": (2 if self.shards > 1 else 1) * layer} if self.fsdp else {}
+        return {"fsdp": layer + (self.sent_layer if self.shards > 1 else 0)} if self.fsdp else {}
+
+    def unpacking(self) -> Bytes:
+        """Of a layer that is being gathered: the packed bytes in order, until each parameter is unpacked."""
+        return {"fsdp": self.sent_layer} if self.job.quantize else {}
 
     def arriving(self, largest: int, weights: int) -> Bytes:
         """Shards of a group on their way from the host: one of them as it is (the `largest`), and all as layers compute."""

@@ -10,7 +10,7 @@ A model built on the meta device is sharded first and filled afterwards, shard b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ..base.holding import module_holds
 from .mesh import Mesh
 from .model.adapter import Decoder
+from .model.nf4 import Nf4, packable
 
 if TYPE_CHECKING:
     from .own import OwnDecoder
@@ -53,6 +54,16 @@ def apply_fsdp(decoder: Decoder | OwnDecoder, mesh: Mesh, *, compute: torch.dtyp
         module.set_force_sum_reduction_for_comms(True)
     _free_what_stays(decoder.model, [decoder.model] if decoder.tied else [decoder.head, decoder.model])
     log.info("FSDP2: %d groups over %d ranks, compute in %s", len(groups) + 1, mesh.parameters.size(), compute)
+
+
+@torch.no_grad()
+def pack_shards(layers: Sequence[nn.Module], packing: type[Nf4]) -> None:
+    """The frozen base in NF4 (model/nf4.py), in place. A parameter at a time: no more than one is there twice."""
+    wanted = {id(parameter) for _, parameter in packable(layers)}
+    for record in (record for layer in layers for record in _sharded(layer)):
+        if id(record.sharded_param) in wanted:
+            shard = packing.of(record.sharded_param._local_tensor)
+            record.sharded_param._local_tensor, record._sharded_param_data = shard, shard.view(-1)
 
 
 def _free_what_stays(root: nn.Module, kept: list[Any]) -> None:

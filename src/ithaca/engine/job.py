@@ -31,6 +31,7 @@ class Job:
     optimizer: str = "adamw"
     lora: int = 0  # rank of adapters on `targets`; 0 = all weights are trained
     targets: tuple[str, ...] = LINEARS
+    quantize: str | None = None  # how the frozen linears of layers wait
     offload: bool = False  # weights, gradients and states wait in host memory (train.offload_optimizer)
     accumulation: int = 1  # micro-batches of a step
     asynchronous: bool = True  # checkpoints are copied to host memory and written from there
@@ -100,6 +101,11 @@ class Job:
     @property
     def frozen(self) -> int:
         return self.model.weights if self.lora else 0
+
+    @property
+    def packed(self) -> int:
+        """Weights of a layer that wait in four bits."""
+        return self.model.layer_matrices if self.quantize else 0
 
 
 @cache

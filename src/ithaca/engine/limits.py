@@ -4,6 +4,9 @@ from __future__ import annotations
 
 BF16, FP32 = 2, 4  # bytes of a number
 
+NF4_BLOCK = 64  # weights of a row that share a scale
+NF4 = 0.5 + FP32 / NF4_BLOCK  # bytes of a weight
+
 PROJECTION_TILES = 4
 """Tiles of the MLP that make one of the projections. A stage projects a few heads from a tile: little work and little memory per
 token, so its tiles are longer than those of the MLP, or launching the kernels would take longer than running them."""

@@ -17,6 +17,7 @@ from .limits import FP32
 from .mesh import Mesh, build_mesh
 from .model.adapter import Decoder, base_model, read_model
 from .model.families import FAMILIES
+from .model.nf4 import CANNOT_PACK, Nf4, packing_violations
 from .objective.cross_entropy import LossKernel
 from .offload.choice import open_store
 from .offload.cost import pinned
@@ -38,6 +39,7 @@ def prepare(
     weights: str | Path | Callable[[Run], None] | None = None,
     offload_parameters: bool = False,
     seed: int = 0,
+    quantize: str | None = None,
 ) -> Run:
     """Apply a stack to a Hugging Face decoder, in place.
 
@@ -49,6 +51,7 @@ def prepare(
     gives the sharded model its numbers in another way.
     offload_parameters: shards of parameters, gradients and optimizer states wait in host memory (FSDP2's CPU offload).
     seed: of PEFT adapters on the meta device, which start at random; the same on any number of ranks.
+    quantize: "nf4" = the frozen base under LoRA adapters waits in four bits a weight (QLoRA).
     """
     stack = stack or Stack()
     # together: a model that is refused on one rank only must not leave the others waiting
@@ -57,6 +60,8 @@ def prepare(
         require_proof(decoder)
     device = _device(model, device)
     mesh = build_mesh(stack, device, offload_parameters)
+    if quantize is not None:
+        _check_packing(decoder, stack, mesh, quantize, offload_parameters)
     if mesh.offload:
         on_all_ranks(mesh.world, lambda: require_host_room(model, mesh))
     compute = dtype or _compute_dtype(decoder, stack, device)
@@ -67,7 +72,7 @@ def prepare(
     on_device = store if isinstance(store, GpuStore) else GpuStore(device)
     return assemble(
         model, decoder, stack, mesh, store=store, on_device=on_device, kernels=Kernels(stack.attention), loss_kernel=LossKernel(),
-        dtype=compute, weights=weights, seed=seed,
+        dtype=compute, weights=weights, seed=seed, packing=None if quantize is None else Nf4,
     )  # fmt: skip
 
 
@@ -134,6 +139,23 @@ def require_host_room(model: nn.Module, mesh: Mesh) -> None:
             f"memory here (train.offload_optimizer, ranks on this host: {mesh.ranks_here}), and {human_bytes(available)} are "
             "available: use more hosts, a host with more memory, model.lora, or keep them on the GPU",
         )
+
+
+def _check_packing(decoder: Decoder | OwnDecoder, stack: Stack, mesh: Mesh, quantize: str, offload: bool) -> None:
+    if quantize != "nf4":
+        raise ValueError(f"quantize={quantize!r} is not known; there is 'nf4', or None")
+    problems = []
+    if mesh.parameters is None:
+        problems.append(
+            "FSDP2 unpacks a layer when it gathers it, and shard_parameters=False does without; leave it True"
+        )
+    if offload:
+        problems.append(
+            "offload_parameters keeps shards on the host, which four bits a weight make needless; drop one of them"
+        )
+    shards = 1 if mesh.parameters is None else mesh.parameters.size(-1)
+    problems += packing_violations([layer.module for layer in decoder.layers], shards)
+    require(problems, CANNOT_PACK)
 
 
 def _check_dtype(model: nn.Module, mesh: Mesh, compute: torch.dtype) -> None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .model.nf4 import Nf4, unpacked
+
 WAIT = timedelta(seconds=60)  # for the other ranks to call it too; they come from the same step
 
 
@@ -35,6 +37,12 @@ def _save(model: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
     state = {}
     for name, value in model.state_dict().items():
         if isinstance(value, DTensor):
+            if isinstance(value.to_local(), Nf4):
+                if hasattr(model, "get_base_model"):
+                    continue  # adapters are what it writes: the base need not be unpacked
+                value = DTensor.from_local(
+                    unpacked(value.to_local()), value.device_mesh, value.placements, run_check=False
+                )
             value = value.to_local() if _is_whole(value) else value.full_tensor()
         if first:
             state[name] = value.detach().cpu()

@@ -50,7 +50,8 @@ _GIVEN: dict[str, str] = {
     "compute_metrics": "it needs logits of all tokens, which never exist whole; leave it out (eval_loss is computed), or ask the "
     "saved model with `ithaca eval`",
     "preprocess_logits_for_metrics": "it needs logits of all tokens, which never exist whole; leave it out",
-    "quantization_config": "there is no exact path for quantised weights; load the model in bf16",
+    "quantization_config": "there is no exact path for quantised weights; load the model in bf16, and for QLoRA pass "
+    "quantize='nf4' to this trainer",
 }
 
 

@@ -114,7 +114,7 @@ class WholeBatches(Accelerator):
 class LongContext(_Base):
     """Put it first: `class Mine(LongContext, SFTTrainer)`.
 
-    stack: the techniques. weights, scratch, offload_parameters: as `ithaca.prepare` takes them.
+    stack: the techniques. weights, scratch, offload_parameters, quantize: as `ithaca.prepare` takes them.
     """
 
     _metrics: Any  # of TRL, which logs their means
@@ -148,6 +148,7 @@ class LongContext(_Base):
         weights: str | Path | Callable[[Run], None] | None = None,
         scratch: str | Path | None = None,
         offload_parameters: bool = False,
+        quantize: str | None = None,
         **named: Any,
     ) -> None:
         bound = inspect.signature(super().__init__).bind(*given, **named)
@@ -170,7 +171,7 @@ class LongContext(_Base):
         model: Any = self.model
         self._weights_dtype = next(model.parameters()).dtype  # as it came: what is saved
         self.run = self._prepare_model(
-            model, stack, scratch=scratch, weights=weights, offload_parameters=offload_parameters
+            model, stack, scratch=scratch, weights=weights, offload_parameters=offload_parameters, quantize=quantize
         )
         if self.run.mesh.world.size != self.args.world_size:
             raise ValueError(

@@ -29,6 +29,7 @@ def requested(config: Config) -> dict[str, Any]:
         "rows": train.rows,
         "accumulation": train.accumulation,
         "optimizer": train.optimizer,
+        "quantize": config.model.quantize,
         "offload_optimizer": train.offload_optimizer,
         "deterministic": train.deterministic,
         "objective": config.objective.kind,
@@ -63,6 +64,8 @@ def run_yaml(plan: Plan, model: str, *, kernel: str | None = None, steps: int | 
         ]
     if job.lora:
         lines += ["  lora:", f"    rank: {job.lora}", f"    targets: {as_yaml(tuple(job.targets))}"]
+    if job.quantize:
+        lines += [f"  quantize: {job.quantize}"]
     lines += ["data:", f"  context: {format_tokens(plan.context)}", "  sources: [data/*.jsonl]  # yours"]
     plain = Stack()
     said = [

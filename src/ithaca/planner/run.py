@@ -182,6 +182,8 @@ def taken(loaded: Loaded, hardware: Hardware | None, said: str) -> list[Taken]:
         rows.append(("offload_optimizer", said_so, _place(loaded, "train.offload_optimizer")))
     if config.model.lora is not None:
         rows.append(("lora", f"rank {config.model.lora.rank}", _place(loaded, "model.lora")))
+    if config.model.quantize is not None:
+        rows.append(("quantize", config.model.quantize, _place(loaded, "model.quantize")))
     if config.objective.kind != "sft":
         rows.append(("objective", config.objective.kind, _place(loaded, "objective")))
     stack = "auto: searched" if config.stack.auto else "kept as it is given"
@@ -210,7 +212,7 @@ def overrides_of(options: Any) -> list[str]:
         ("train.offload_optimizer", {True: "true", False: "false", None: None}[options.offload_optimizer]),
         ("train.deterministic", options.deterministic and "true"), ("model.lora.rank", options.lora or None),
         ("model.lora.targets", options.lora_targets and f"[{options.lora_targets}]"),
-        ("checkpoint.asynchronous", None if options.asynchronous else "false"),
+        ("model.quantize", options.quantize), ("checkpoint.asynchronous", None if options.asynchronous else "false"),
     ]  # fmt: skip
     given = [f"{path}={value}" for path, value in settings if value]
     return [*options.overrides, *given, *(f"stack.{text}" for _, text in options.stack_words)]

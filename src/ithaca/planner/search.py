@@ -20,7 +20,7 @@ from typing import Any
 from ..base.units import format_bytes, format_tokens, parse_room, parse_tokens
 from ..config.schema import LINEARS
 from ..engine.job import OPTIMIZERS, Job
-from ..engine.limits import BF16
+from ..engine.limits import BF16, NF4_BLOCK
 from ..engine.model.families import FAMILIES
 from ..engine.model.presets import PRESETS
 from ..engine.model.sizes import ModelSizes, read_sizes, said_of
@@ -51,6 +51,7 @@ def plan(
     offload_optimizer: bool | None = None,
     lora: int = 0,
     lora_targets: tuple[str, ...] = LINEARS,
+    quantize: str | None = None,
     accumulation: int = 1,
     asynchronous: bool = True,
     deterministic: bool = False,
@@ -70,11 +71,11 @@ def plan(
     model: a preset's name, a folder with config.json, or its sizes. gpus: "8xH100-80GB". host, disk: memory and scratch space of
     one machine; not given, what is usual is assumed and said (`Plan.assumed`), and no disk is used unless the stack asks for one.
     rows: of an optimizer step, over all GPUs and `accumulation` micro-batches. offload_optimizer: None = where a search finds that
-    nothing else fits. optimizer, lora (the rank), lora_targets, asynchronous (checkpoints), deterministic, objective: as in a run's
-    config. reference: whether the base scores the rows of every step. trees: whether answers share their prompt. kernel: attention
-    kernel; None = the engine's choice. stack: a whole stack to look at instead of searching. advise: where nothing fits, look for
-    what would. only_fit: whether something fits, not the fastest. config: Hugging Face's, where `model` is but a name. say: told of
-    each dry run. pinned: fields of Stack that must stay as given.
+    nothing else fits. optimizer, lora (the rank), lora_targets, quantize, asynchronous (checkpoints), deterministic, objective: as
+    in a run's config. reference: whether the base scores the rows of every step. trees: whether answers share their prompt. kernel:
+    attention kernel; None = the engine's choice. stack: a whole stack to look at instead of searching. advise: where nothing fits,
+    look for what would. only_fit: whether something fits, not the fastest. config: Hugging Face's, where `model` is but a name.
+    say: told of each dry run. pinned: fields of Stack that must stay as given.
     """
     given = stack or Stack(**_known(pinned))
     if isinstance(model, str) and (config is not None or is_own(model, given)):
@@ -90,6 +91,8 @@ def plan(
         problems.append(
             "offload_optimizer moves shards to the host, but shard_parameters=False keeps weights whole on the GPU"
         )
+    if quantize is not None:
+        problems += _packing(sizes, given, hardware.count, quantize, lora, bool(offload_optimizer))
     if optimizer == "muon" and (lora or offload_optimizer or sizes.experts):
         problems.append(
             "optimizer='muon' works on whole matrices on the GPU: not of adapters or experts, nor with offload_optimizer"
@@ -111,10 +114,12 @@ def plan(
     whole, windowed = kernels_for(sizes, hardware.gpu, kernel)
     job = Job(
         sizes, given, tokens, hardware.count, rows, whole, windowed, optimizer=optimizer, lora=lora,
-        targets=tuple(lora_targets), offload=bool(offload_optimizer), accumulation=accumulation, asynchronous=asynchronous,
-        units=objective != "sft", reference=reference, trees=trees, processors=hardware.gpu.processors if deterministic else 0,
+        targets=tuple(lora_targets), quantize=quantize, offload=bool(offload_optimizer), accumulation=accumulation,
+        asynchronous=asynchronous, units=objective != "sft", reference=reference, trees=trees,
+        processors=hardware.gpu.processors if deterministic else 0,
     )  # fmt: skip
     may_offload = offload_optimizer is None and stack is None and given.shard_parameters and optimizer == "adamw"
+    may_offload = may_offload and not quantize  # four bits make it needless
     if config is not None:
         require(given.violations(), f"no plan for {sizes.name}")
         if stack is not None:
@@ -240,6 +245,36 @@ def _violations(context: int, rows: int, accumulation: int, optimizer: str, lora
         yield f"optimizer={optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}"
     if lora < 0:
         yield f"lora={lora} must be a rank of at least 1, or 0 for none"
+
+
+def _packing(
+    sizes: ModelSizes, given: Stack, world: int, quantize: str, lora: int, offload_optimizer: bool
+) -> Iterator[str]:
+    """What keeps a base from being packed (engine/model/nf4.py), as far as sizes tell."""
+    if quantize != "nf4":
+        yield f"quantize={quantize!r} is unknown; there is nf4"
+    if not lora:
+        yield "quantize is for a frozen base under adapters, and without lora all weights are trained; give a rank"
+    if offload_optimizer:
+        yield "quantize and offload_optimizer both make weights small on the GPU; drop one of them"
+    if not given.shard_parameters and world == 1:
+        yield "FSDP2 unpacks a layer when it gathers it, and shard_parameters=False does without on one GPU; leave it True"
+    if sizes.parameters:
+        return  # a dry run looks at its layers
+    columns = {sizes.hidden, sizes.heads * sizes.head_dim, sizes.intermediate}
+    yield from (
+        f"quantize: rows of {width} are no multiple of {NF4_BLOCK}" for width in sorted(columns) if width % NF4_BLOCK
+    )
+    shards = world // given.replicate if given.shard_parameters else 1
+    rows = {
+        sizes.heads * sizes.head_dim,
+        sizes.kv_heads * sizes.head_dim,
+        sizes.hidden,
+        sizes.experts or sizes.intermediate,
+    }
+    yield from (
+        f"quantize: {count} rows cannot be shared evenly by {shards} GPUs" for count in sorted(rows) if count % shards
+    )
 
 
 @dataclass
@@ -445,9 +480,16 @@ def _advice(asked: _Asked, pinned: dict[str, Any], may_offload: bool) -> Iterato
             yield f"{words}: {format_bytes(plan.peak)} a GPU", {"disk": plan.disk}
     if job.optimizer == "adamw" and not job.lora and not job.offload and (plan := tried(optimizer="adamw8bit")):
         yield f"train.optimizer: adamw8bit: {format_bytes(plan.peak)} a GPU", {"optimizer": "adamw8bit"}
-    movable = job.optimizer == "adamw" and pinned.get("shard_parameters", True)
+    movable = job.optimizer == "adamw" and not job.quantize and pinned.get("shard_parameters", True)
     if not job.offload and not may_offload and movable and (plan := tried(offload=True)):
         room = f"{format_bytes(plan.peak)} a GPU, {format_bytes(plan.host)} of host memory a machine"
         yield f"train.offload_optimizer: true: {room}", {"offload_optimizer": True}
     if not job.lora and job.optimizer != "muon" and (plan := tried(lora=16)):
         yield f"LoRA of rank 16 (model.lora): {format_bytes(plan.peak)} a GPU", {"lora": 16}
+        return
+    packs = not job.quantize and not job.offload and job.optimizer != "muon"
+    packs = packs and not any(_packing(job.model, job.stack, hardware.count, "nf4", 16, False))
+    if packs and (plan := tried(lora=job.lora or 16, quantize="nf4")):
+        words = "model.quantize: nf4" if job.lora else "QLoRA of rank 16 (model.lora, model.quantize: nf4)"
+        change = {"quantize": "nf4"} if job.lora else {"lora": 16, "quantize": "nf4"}
+        yield f"{words}: {format_bytes(plan.peak)} a GPU", change

@@ -3,7 +3,8 @@
     attention   operations of the causal triangle at the kernel's rate; once more where backward computes it again
     matmul      2 operations for each weight and token forward, 4 backward, and 2 again where backward recomputes
                 (objectives dpo and policy: the head's too; a reference that is the base: 2 more of every weight)
-    other       norms, rotations, copies between layouts, sums of gradients: bound by memory, by the token and layer
+    other       norms, rotations, copies between layouts, sums of gradients: bound by memory, by the token and layer; and weights
+                that are unpacked from NF4
     pcie, disk  what the store moves, as far as computation waits for it
     links       all-to-alls, ring and FSDP2, as far as they are longer than the computation beside them
     optimizer   what it moves, where weights and states wait on the host (train.offload_optimizer); on a GPU it takes milliseconds.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from ..base.kernels import rates_of
 from ..engine.cost import RankCost
 from ..engine.job import Job
-from ..engine.limits import BF16, FP32, HOLD_BYTES, NEWTON_SCHULZ, PROJECTION_TILES
+from ..engine.limits import BF16, FP32, HOLD_BYTES, NEWTON_SCHULZ, NF4, PROJECTION_TILES
 from .flops import visible_pairs
 from .gpus import INFINITY, NVLINK
 from .hardware import Hardware
@@ -73,7 +74,7 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     tiled = stack.tile is not None and stack.tile < job.context
     parts["other"] = OTHER[tiled] * tokens * model.layers * (model.hidden / 2048) * (4.8e12 / gpu.bandwidth)
     parts["other"] *= 1 + job.reference / 4  # forward, backward, and what is computed again
-    parts["other"] += model.layers * _tiles(job, tokens, gpu.bandwidth)
+    parts["other"] += model.layers * (_tiles(job, tokens, gpu.bandwidth) + _unpacking(job) / gpu.bandwidth)
     compute = parts["attention"] + parts["matmul"] + parts["other"]
     kept, read, waited = _store(job, tokens)
     if stack.offload == "disk":
@@ -177,6 +178,11 @@ def _tiles(job: Job, tokens: float, bandwidth: float) -> float:
     return _stages(job) * count / PROJECTION_TILES * PROJECTED + count * (TILED + read_add_write * weights / bandwidth)
 
 
+def _unpacking(job: Job) -> float:
+    """Bytes that NF4 moves for a layer: copied into place, read and written as bf16, for forward and for backward."""
+    return (2 + job.reference) * job.packed * (3 * NF4 + BF16)
+
+
 def _links(rank: RankCost, hardware: Hardware, beside: float) -> float:
     """Seconds of communication that cannot hide behind so many seconds of computation."""
     job, stack, model, attention = rank.job, rank.stack, rank.model, rank.attention
@@ -213,7 +219,8 @@ def sharded_bytes(rank: RankCost) -> dict[str, int]:
     if job.world > 1 and rank.shards > 1:
         once = model.embedding_weights + model.hidden
         again = model.weights if job.reference else 0
-        bytes_of |= {"gathered": BF16 * (2 * model.weights - once + again), "reduced": FP32 * job.trained}
+        spared = (2 + job.reference) * model.layers * rank.spared
+        bytes_of |= {"gathered": BF16 * (2 * model.weights - once + again) - spared, "reduced": FP32 * job.trained}
     if job.world > rank.shards:
         bytes_of["summed"] = FP32 * job.trained // rank.shards
     return bytes_of

@@ -2,7 +2,8 @@
 
 Full models become safetensors with Hugging Face's names, in the layout transformers itself publishes (a matrix per expert where it
 does so), with config.json as trained (rotary settings included), generation_config.json and the tokenizer's files. LoRA runs become
-a PEFT adapter folder, or a full model with the adapters merged. README.md names a base that came from the Hub, and its commit.
+a PEFT adapter folder, or a full model with the adapters merged: of a base in NF4, into the numbers that come out of it, which are
+those that were trained on. README.md names a base that came from the Hub, and its commit.
 
 Memory: one parameter at a time. `export_model` is collective; every rank takes part in gathering a parameter, which is then whole
 on each device for a moment, and rank 0 writes it. `export_checkpoint` needs no process group and no GPU: a parameter is read from
@@ -30,12 +31,13 @@ from ..base.hub import local
 from ..base.versions import require_floors
 from ..engine.mesh import Group, Mesh
 from ..engine.model.config import check_settings, harmless
+from ..engine.model.nf4 import Nf4, unpacked
 from ..engine.model.weights import Folder, named_tensors, saved_name
 from ..engine.run import Run
 from .check import verify
 from .dcp import plainly
 from .files import CheckpointError, damage, gone_error, is_checkpoint, latest, listed, named_best, newest, read_state
-from .fingerprint import fingerprint
+from .fingerprint import PACKED, fingerprint
 from .finite import require_finite
 from .hf_folder import Outgoing, empty_model, write_folder
 from .listing import folder_of
@@ -70,7 +72,7 @@ def export_model(
     def fetch(name: str, dtype: torch.dtype) -> Tensor:
         value = named[name].detach()
         if isinstance(value, DTensor):  # cast first: half the traffic; on the device: that is where ranks can talk
-            rows: Any = like(value.to_local().to(mesh.device, dtype), value, value.shape)
+            rows: Any = like(unpacked(value.to_local()).to(mesh.device, dtype), value, value.shape)
             value = rows.full_tensor()
         return value.to("cpu", dtype) if mesh.world.rank == 0 else value
 
@@ -242,16 +244,18 @@ class _FromCheckpoint:
             self.files = Folder(self.base)
         kind, shape, _ = self.frozen[name].split("-")
         size = torch.Size(int(length) for length in shape.split("x"))
-        tensor = torch.empty(size, dtype=getattr(torch, kind))
+        tensor = torch.empty(size, dtype=getattr(torch, kind.removeprefix(PACKED)))
         plain = saved_name(name.removeprefix("base_model.model."))
         assert plain is not None
         self.files.read(plain, 0, tensor, size)
+        if kind.startswith(PACKED):  # what was trained on is what comes out of four bits again
+            tensor = Nf4.of(tensor)
         if fingerprint(tensor) != self.frozen[name]:
             raise CheckpointError(
                 f"{plain} of {self.base} is not what the adapters were trained on; name the right base with --base"
             )
         require_finite({f"{plain} of {self.base}": tensor})
-        return tensor
+        return unpacked(tensor)
 
 
 def _rebuild(about: dict[str, Any], path: Path) -> tuple[nn.Module, Any]:

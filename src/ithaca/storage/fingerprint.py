@@ -3,7 +3,7 @@
 A LoRA checkpoint holds the adapters, not the frozen base, so it must know its base when it meets it again. A cryptographic hash
 needs all bytes in order on one rank. This one is a sum: elements, read as integers, times their odd position numbers 2i+1, modulo
 2^64. Each rank adds up its rows and the ranks add up their sums. It finds other weights, swapped rows and another dtype; it is no
-protection against forgery.
+protection against forgery. Of a weight in NF4 the elements are its packed bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..engine.mesh import Mesh
+from ..engine.model.nf4 import Nf4
 from ..engine.model.weights import rows_of
+from .shards import local_part
 
+PACKED = "nf4_"  # before the dtype, where the numbers are packed
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 22  # elements; the products take 8 bytes each
 
@@ -36,7 +39,7 @@ def fingerprints(parameters: Iterable[tuple[str, Tensor]], mesh: Mesh) -> dict[s
 
 def fingerprint(tensor: Tensor) -> str:
     """Of a whole tensor."""
-    return _text(int(_sum(tensor, 0)), tensor)
+    return _text(int(_sum(_elements(tensor), 0)), tensor)
 
 
 def _share(parameter: Tensor) -> Tensor:
@@ -45,13 +48,17 @@ def _share(parameter: Tensor) -> Tensor:
         first = not dist.is_initialized() or dist.get_rank() == 0
         return _sum(parameter, 0) if first else torch.zeros((), dtype=torch.int64, device=parameter.device)
     offset, count = rows_of(parameter)
-    local = parameter.to_local()
+    local = _elements(parameter.to_local())
     place = parameter.device_mesh.get_coordinate()
     assert place is not None
     copy = any(at and placement.is_replicate() for at, placement in zip(place, parameter.placements, strict=True))
     if copy or not count:
         return torch.zeros((), dtype=torch.int64, device=local.device)
-    return _sum(local[:count], offset * parameter.shape[1:].numel())
+    return _sum(local[:count], offset * local.shape[1:].numel())
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    return tensor.packed if isinstance(tensor, Nf4) else tensor
 
 
 def _sum(tensor: Tensor, start: int) -> Tensor:
@@ -66,4 +73,5 @@ def _sum(tensor: Tensor, start: int) -> Tensor:
 
 
 def _text(value: int, tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}-{'x'.join(map(str, tensor.shape))}-{value % 2**64:016x}"
+    packed = PACKED if isinstance(local_part(tensor), Nf4) else ""
+    return f"{packed}{str(tensor.dtype).removeprefix('torch.')}-{'x'.join(map(str, tensor.shape))}-{value % 2**64:016x}"

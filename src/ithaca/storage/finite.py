@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..engine.model.nf4 import Nf4
 from .dcp import plainly
 from .digest import Progress
 from .files import NotFiniteValues, listed
@@ -34,11 +35,17 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of those of which this rank holds a number that is not finite."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        local = local_part(tensor)
+        local = _numbers(tensor)
         if local.is_floating_point() and local.numel():
             groups.setdefault((local.device, local.dtype), {})[name] = local
     flagged = [(list(group), _finite(list(group.values()))) for group in groups.values()]  # before one is waited for
     return [name for names, flags in flagged for name, good in zip(names, flags.tolist(), strict=True) if not good]
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """This rank's; of a weight in NF4 its scales, which tell."""
+    local = local_part(tensor)
+    return local.scales if isinstance(local, Nf4) else local
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:
@@ -53,7 +60,7 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
     names = not_finite(tensors)
     if names:
         more = f"; {len(names) - 1} more tensors are not finite either" if len(names) > 1 else ""
-        raise NotFiniteValues(f"{words(names[0], local_part(tensors[names[0]]))}{more}")
+        raise NotFiniteValues(f"{words(names[0], _numbers(tensors[names[0]]))}{more}")
 
 
 def words(name: str, tensor: Tensor) -> str:

@@ -40,6 +40,7 @@ from ..engine.attention.head_schedule import head_schedule
 from ..engine.build import DTYPES, build_model, is_preset, model_config, simple_stack
 from ..engine.criterion import check_criterion
 from ..engine.model.adapter import Decoder
+from ..engine.model.nf4 import CANNOT_PACK, packing_violations
 from ..engine.model.presets import PRESETS
 from ..engine.model.weights import Folder
 from ..engine.model.weights import _check as check_names
@@ -161,6 +162,9 @@ def _model(config: Config, hf: Any) -> int:
         stack = simple_stack(config.data.context, hf, config.launch.cpu)
     if stack is not None:
         _stack(config, stack, decoder)
+    if options.quantize is not None:
+        shards = (config.launch.cpu or 1) // stack.replicate if stack is not None and stack.shard_parameters else 1
+        require(packing_violations([layer.module for layer in decoder.layers], shards), CANNOT_PACK)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     build_optimizer(model, config.train)
     return sum(parameter.numel() for parameter in trained) * 4

@@ -150,7 +150,7 @@ def forward(rank: RankCost, layer: int, in_flight: InFlight) -> Iterator[Snapsho
     streamed, offloads, recompute = rank.streamed(layer), rank.offloads(layer), rank.stack.recompute_of(layer)
     below = {"kept": kept_below(rank, layer)}
     here = {"residual": rank.hidden, **rank.gathered_layer()}
-    yield [below, here, rank.arriving(model.hidden * model.intermediate, model.layer_weights)]
+    yield [below, here, rank.arriving(model.hidden * model.intermediate, model.layer_weights), rank.unpacking()]
     if layer and offloads != rank.offloads(layer - 1):
         in_flight.flush()
     if streamed and offloads:
@@ -216,7 +216,7 @@ def backward(rank: RankCost, layer: int, in_flight: InFlight) -> Iterator[Snapsh
     here.update(rank.gathered_layer())
     if last and rank.fsdp:  # the head's gradient on its way to its shards
         # copied once more; or its weights are still there, and those of the last layer
-        beside = job.head_trained * FP32 if rank.shards == 1 else (job.head_trained + model.layer_weights) * BF16
+        beside = job.head_trained * FP32 if rank.shards == 1 else job.head_trained * BF16 + rank.sent_layer
         reducing = {"fsdp": rank.reducing(job.head_trained, beside)}
         yield [below, reducing, {"residual": 2 * rank.hidden, "kept": in_flight.copies}]
     in_flight.flush()
@@ -243,7 +243,7 @@ def _beside_backward(rank: RankCost, layer: int) -> Counter[str]:
         here["fsdp"] += FP32 * (job.head_trained if layer == model.layers - 1 else job.layer_trained)
         if layer == 0 and not model.tied and rank.shards > 1:
             # not a layer below is there beside this one, but the embedding, gathered ahead of its turn
-            here["fsdp"] += BF16 * max(0, model.embedding_weights - model.layer_weights)
+            here["fsdp"] += max(0, BF16 * model.embedding_weights - rank.sent_layer)
     if model.tied and not job.lora:
         here["gradients"] += BF16 * model.embedding_weights  # of the head, until the embedding's joins it
     if streamed:

@@ -105,7 +105,8 @@ def config_violations(config: Any) -> list[str]:
     if getattr(config, "quantization_config", None):
         problems.append(
             "the model is quantised (config.quantization_config), and quantised weights have no exact path here; load it in bf16 "
-            "or float32, or take the folder of the weights it was made from"
+            "or float32, or take the folder of the weights it was made from; for QLoRA quantise it here: prepare(quantize='nf4'), "
+            "or model.quantize: nf4"
         )
     if getattr(config, "pretraining_tp", 1) not in (None, 1):
         problems.append(f"config.pretraining_tp={config.pretraining_tp} splits projections differently; set it to 1")

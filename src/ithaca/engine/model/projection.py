@@ -168,7 +168,10 @@ def linear_violation(linear: nn.Module, name: str) -> str | None:
 def lora_violation(linear: Any, name: str) -> str | None:
     if type(linear.base_layer) is not nn.Linear:
         kind = type(linear.base_layer).__name__
-        return f"{name} has an adapter on {kind}, whose rows cannot be taken one by one; load the base in bf16, unquantised"
+        return (
+            f"{name} has an adapter on {kind}, whose rows cannot be taken one by one; load the base in bf16, and for QLoRA use "
+            "quantize='nf4'"
+        )
     return adapter_violation(linear, name)
 
 

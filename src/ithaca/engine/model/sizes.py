@@ -79,6 +79,11 @@ class ModelSizes:
     def layer_weights(self) -> int:
         return self.attention_weights + self.mlp_weights + self.norm_weights + self.bias
 
+    @cached_property
+    def layer_matrices(self) -> int:
+        """Weights of the linears and experts of a layer, without a router."""
+        return self.attention_weights + self.mlp_weights - self.hidden * self.experts
+
     @property
     def embedding_weights(self) -> int:
         return self.vocabulary * self.hidden

@@ -30,6 +30,7 @@ from ..mesh import Mesh
 from ..ranks import on_all_ranks
 from .adapter import Decoder
 from .angles import rotary_modules
+from .nf4 import Nf4
 from .rope import check_against, rope_for
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def fill_at_random(decoder: Decoder | OwnDecoder, mesh: Mesh) -> None:
             local.zero_()
         elif parameter.dim() < 2:
             local.fill_(1.0)
+        elif isinstance(local, Nf4):
+            local.fill(torch.empty(local.shape, device=local.device).normal_(0.0, 0.02))
         else:
             local.normal_(0.0, 0.02)
         parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -121,7 +124,12 @@ def _fill(model: nn.Module, files: Folder) -> None:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         first, count = rows_of(parameter)
         source = saved_name(name)
-        if count and source is not None:
+        if isinstance(local, Nf4):  # packed as it is read: one shard at a time is whole, in host memory
+            assert source is not None
+            whole = torch.empty(local.shape, dtype=local.dtype)
+            files.read(source, first, whole, parameter.shape)
+            local.fill(whole)
+        elif count and source is not None:
             files.read(source, first, local[:count].detach(), parameter.shape)
         parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
     for name, buffer in kept_buffers(model).items():

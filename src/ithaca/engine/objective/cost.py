@@ -36,7 +36,7 @@ def _gathered(rank: RankCost) -> int:
     if rank.fsdp and not model.tied:
         return model.embedding_weights * BF16 * (2 if rank.shards > 1 else 1)  # as received, and in order
     if rank.fsdp and rank.shards > 1:  # of the last layer: nothing is gathered after it
-        return model.layer_weights * BF16
+        return rank.sent_layer
     return 0
 
 

@@ -81,6 +81,10 @@ def read(words: Mapping[str, str]) -> Asked:
             problems[name] = wanted
     if "lora_targets" in values and not values.get("lora"):
         problems["lora_targets"] = "adapters are named here, but there are none: give their rank too"
+    if values.get("quantize") not in (None, "nf4"):
+        problems["quantize"] = f"{values['quantize']!r} is unknown: there is nf4"
+    elif "quantize" in values and not values.get("lora"):
+        problems["quantize"] = "four bits are for a frozen base under adapters: give their rank too"
     if problems:
         raise Wrong(problems)
     model, gpus, context = (values.pop(name) for name in NEEDED)
@@ -180,6 +184,7 @@ READ: dict[str, Callable[[str], Any]] = {
     "offload_optimizer": _flag,
     "lora": _whole(0, "the rank of adapters"),
     "lora_targets": _names,
+    "quantize": str,
     "synchronous": _flag,
     "deterministic": _flag,
     "kernel": str,

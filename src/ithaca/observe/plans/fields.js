@@ -2,7 +2,7 @@
 
 const NAMES = [
   "model", "gpus", "context", "rows", "accumulation", "host", "disk", "optimizer", "offload_optimizer", "lora", "lora_targets",
-  "synchronous", "deterministic", "kernel", "stack", "tokens", "price",
+  "quantize", "synchronous", "deterministic", "kernel", "stack", "tokens", "price",
 ];
 
 // The fields of one set-up. changed(later): something else is asked; later: wait for more to be typed.
@@ -34,7 +34,7 @@ class Fields {
       ),
       h(
         "details",
-        { class: "more", open: ["accumulation", "disk", "optimizer", "offload_optimizer", "lora_targets", "synchronous", "deterministic", "kernel", "stack"].some((name) => words[name]) },
+        { class: "more", open: ["accumulation", "disk", "optimizer", "offload_optimizer", "lora_targets", "quantize", "synchronous", "deterministic", "kernel", "stack"].some((name) => words[name]) },
         h("summary", {}, "More of the run"),
         h(
           "div",
@@ -45,6 +45,7 @@ class Fields {
           this.select("kernel", "Attention kernel", words.kernel, [["", "what the engine takes"], ...choices.kernels.map((name) => [name, name])]),
           this.text("stack", "Fields of the stack that stay", words.stack, { placeholder: "tile=8K, recompute=layer", wide: true }),
           this.text("lora_targets", "Linear layers with an adapter", words.lora_targets, { placeholder: "all of a layer", wide: true }),
+          this.select("quantize", "Base under adapters", words.quantize, [["", "bf16"], ["nf4", "NF4: four bits (QLoRA)"]]),
           this.select("offload_optimizer", "Weights and states wait", words.offload_optimizer, [["", "on the GPU, if they fit"], ["no", "on the GPU"], ["yes", "in host memory"]]),
           this.check("synchronous", "Checkpoints are waited for", words.synchronous),
           this.check("deterministic", "The same bits on every run", words.deterministic),
@@ -70,7 +71,7 @@ class Fields {
       else if (this.inputs[name].type === "checkbox") words[name] = this.inputs[name].checked ? "yes" : "";
       else words[name] = value(name);
     }
-    if (!words.lora) words.lora_targets = "";
+    if (!words.lora) words.lora_targets = words.quantize = "";
     return Object.fromEntries(Object.entries(words).filter(([, word]) => word));
   }
 

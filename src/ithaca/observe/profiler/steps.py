@@ -107,7 +107,7 @@ def ready(
 def _steps(job: Job, config: Any, device: torch.device, missing: int, dtype: torch.dtype) -> Steps:
     run = prepare(
         meta_model(job, config, dtype), job.stack, device=device, dtype=dtype,
-        weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=job.offload,
+        weights=lambda run: fill_at_random(run.decoder, run.mesh), offload_parameters=job.offload, quantize=job.quantize,
     )  # fmt: skip
     train = Train(steps=100, optimizer=job.optimizer, offload_optimizer=job.offload)
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from ...base.holding import holds
 from ...base.kernels import KERNELS, backward_workspace, problem
 from ...engine.attention.choice import Kernels, Need
 from ...engine.attention.kernel import Calls
+from ...engine.model.nf4 import Nf4
 from ...engine.model.norm import NormKernel
 from ...engine.objective.cross_entropy import LossKernel, LossTerms, TileLoss
 
@@ -87,6 +88,15 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class DryNf4(Nf4):
+    """A shard that packs and unpacks nothing."""
+
+    unpack = staticmethod(lambda packed, out: out)
+
+    def fill(self, weight: Tensor) -> None:
+        pass
 
 
 class DryLoss(LossKernel):

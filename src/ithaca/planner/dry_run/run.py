@@ -42,10 +42,10 @@ from ...engine.proof import require_proof
 from ...engine.run import Run
 from ...stack import PER_LAYER, Stack
 from .alike import LeftOut, chosen, held_by, local, on_host, state_bytes
-from .kernels import DryKernels, DryLoss, DryNorm
+from .kernels import DryKernels, DryLoss, DryNf4, DryNorm
 from .own import NotAlike, stand_ins
 from .store import DryGpuStore, DryStore
-from .tracker import LiveBytes
+from .tracker import LiveBytes, plain_tensors
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,8 @@ def _dry_run(
         run = assembled(model, job, mesh, tracker, dtype, decoder)
         del model, decoder
         for parameter in run.model.parameters():
-            tracker.see(local(parameter), "parameters", line="the weights")
+            for part in plain_tensors(local(parameter)):
+                tracker.see(part, "parameters", line="the weights")
         away = _put_away(run, tracker, per_weight, job.accumulation) if job.offload else 0
         tracker.begin("load")
         for gap in gaps:
@@ -211,6 +212,7 @@ def assembled(
         store=on_device if stack.offload == "gpu" else DryStore(CPU, stack.offload), on_device=on_device,
         kernels=DryKernels(job.kernel, windowed=job.windowed, processors=job.processors), loss_kernel=DryLoss(),
         dtype=dtype, weights=lambda run: None,  # they are where they belong
+        packing=None if job.quantize is None else DryNf4,
     )  # fmt: skip
 
 
