@@ -51,10 +51,12 @@ losses: setup
 trees: setup
 	ITHACA_TREES=long $(BIN)/python -m pytest -q tests/parity/test_trees.py tests/training/test_criterion.py
 
-# Every decoder type of transformers, tried: docs/reference/families.md. About 5 minutes on 2 cores.
+# Every decoder type of transformers, tried: docs/reference/families.md. Then linear mixers on real ranks, with every way to keep
+# activations. About 15 minutes on 2 cores.
 families: setup
 	$(BIN)/python -m ithaca.verify.families > docs/reference/families.md.new
 	mv docs/reference/families.md.new docs/reference/families.md
+	ITHACA_FAMILIES=long $(BIN)/python -m pytest -q tests/parity/test_mixers.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -164,8 +164,8 @@ def test_a_hook_that_comes_later_is_refused():
     ("kind", "changes", "said"),
     [
         ("gpt2", {"resid_pdrop": 0.1}, "config.resid_pdrop=0.1 makes results random; set it to 0.0"),
-        ("mamba", {}, "never came to attention that can be replaced"),
-        ("falcon_h1", {}, "mamba"),
+        ("mamba", {}, r"MambaMixer scans channel by channel \(mamba_inner_fn, Mamba-1\)"),
+        ("rwkv", {}, "never came to attention that can be replaced"),
     ],
 )
 def test_what_is_refused(kind: str, changes: dict[str, Any], said: str):

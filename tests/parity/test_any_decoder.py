@@ -29,6 +29,7 @@ class Trial:
     packed: bool = False
     lora: bool = False
     rows: int = 1
+    length: int = LENGTH
 
 
 def errors_of(trial: Trial, device: str = "cpu") -> dict[str, float]:
@@ -42,7 +43,7 @@ def errors_of(trial: Trial, device: str = "cpu") -> dict[str, float]:
     own = copy.deepcopy(model)
     run = prepare(model.to(device), trial.stack, device=device, dtype=torch.float32)
     rows = trial.rows * run.mesh.data.size
-    ids = torch.randint(0, TEXT, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(0, TEXT, (rows, trial.length), generator=torch.Generator().manual_seed(3))
     documents = DOCUMENTS[:rows] if trial.packed else None
     loss = run.loss(run.shard(ids, documents=documents))
     loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ithaca.engine.model.presets import PRESETS, preset_config
 from ithaca.engine.model.shrink import shrink_config, smallest
 from ithaca.engine.model.sizes import ModelSizes, read_sizes
 from ithaca.engine.parallelize import prepare
+from ithaca.planner.dry_run.kernels import DryMixers
 from ithaca.planner.dry_run.run import DryRun, NotCounted, dry_run, shortened
 from ithaca.planner.hardware import parse_gpus
 from ithaca.planner.ladder import ladder
@@ -66,6 +68,19 @@ def test_layers_that_are_alike_hold_what_was_executed(oss: Any):
     assert some.phases == every.phases and (some.host, some.snapshot) == (every.host, every.snapshot)
     states = some.phases["forward"]["optimizer"]
     assert abs(some.snapshot - states * 3 // 2) < 0.01 * states, "the trained weights and two averages of them, in fp32"
+
+
+@pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="scans walked chunk by chunk, 20 s: make plans")
+@pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
+def test_the_stand_in_of_a_scan_takes_what_its_formula_does(recompute: str, monkeypatch: pytest.MonkeyPatch):
+    config = smallest("qwen3_5_text")
+    job = job_of(config, Stack(engine="module", ulysses=2, recompute=recompute, tile=512), 2, 2048)
+    stood_in = dry_run(job, config)
+    monkeypatch.setattr(DryMixers, "scan", lambda self, call, tensors: inspect.unwrap(call.function))
+    walked = dry_run(job, config)
+    for phase in ("forward", "backward"):
+        a, b = (sum(run.phases[phase].values()) for run in (stood_in, walked))
+        assert -0.01 * b < a - b < 0.1 * b, (phase, a, b, "no less, and little more")
 
 
 @pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="a dry run, a proof and a step, 6 s: make plans")

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..stack import Stack, require
+from .attention.scan import MixerKernels
 from .attention.segments import Plan, plan_segments
+from .layer.mixer import Spread
 from .mesh import Mesh
 from .objective.cross_entropy import IGNORE
 from .sequence import Layout, document_bounds, places, positions, shift_labels
@@ -59,6 +61,7 @@ class Batch:
     reference: Tensor | None = None  # [b, s], of the labels: those of a reference that has scored them before
     fold: int = 1  # rows that stand for the ranks of one sequence, in a proof
     plans: dict[tuple[int | None, int | None], list[Plan]] = field(default_factory=dict)
+    spreads: list[Spread] = field(default_factory=list)
 
     @cached_property
     def asked(self) -> Tensor:
@@ -76,6 +79,16 @@ class Batch:
             ends = [] if self.documents is None else list(accumulate(self.documents[row]))[:-1]
             numbers[row] = before + torch.bucketize(where, torch.tensor(ends, dtype=torch.int64), right=True)
         return numbers.to(mesh.device)
+
+    def spread(self, mesh: Mesh, heads_per_stage: int | None, kernels: MixerKernels) -> Spread:
+        """Where the tokens of linear mixers lie, made once per batch."""
+        if not self.spreads:
+            rows = len(self.input_ids) // self.fold
+            whole = [[(0, self.layout.padded)]] * rows
+            documents = self.documents
+            bounds = whole if documents is None else [document_bounds(n, self.layout.padded) for n in documents]
+            self.spreads.append(Spread(mesh.sequence, self.layout, bounds, heads_per_stage, kernels))
+        return self.spreads[0]
 
     def plans_for(self, window: int | None, mesh: Mesh, chunk: int | None = None) -> list[Plan]:
         """One plan per ring step, made once per batch, window and chunk."""

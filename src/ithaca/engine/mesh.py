@@ -48,6 +48,12 @@ class Mesh:
     data: Group  # replicas and data-parallel shards together: who holds which batch rows
     parameters: DeviceMesh | None  # what FSDP2 shards (and replicates) over; None: parameters stay whole
     offload: bool = False  # shards, their gradients and optimizer states wait in host memory
+    both: Group | None = None  # ring and ulysses together, where neither is the whole
+
+    @property
+    def sequence(self) -> Group:
+        """All ranks that share a sequence, Ulysses innermost."""
+        return self.both or (self.ulysses if self.ring.size == 1 else self.ring)
 
     @property
     def home(self) -> torch.device:
@@ -99,12 +105,20 @@ def build_mesh(stack: Stack, device: torch.device, offload: bool = False) -> Mes
         data=data,
         parameters=_parameter_mesh(mesh, stack),
         offload=offload,
+        both=_both(mesh, stack),
     )
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Group:
     size = mesh[name].size()
     return Group(size, mesh.get_local_rank(name), mesh.get_group(name) if size > 1 else None)
+
+
+def _both(mesh: DeviceMesh, stack: Stack) -> Group | None:
+    if stack.ring == 1 or stack.ulysses == 1:
+        return None
+    flat = mesh["ring", "ulysses"]._flatten("sequence")
+    return Group(flat.size(), flat.get_local_rank(), flat.get_group())
 
 
 def _parameter_mesh(mesh: DeviceMesh, stack: Stack) -> DeviceMesh | None:

@@ -27,7 +27,8 @@ from .attention.head_schedule import head_schedule
 from .attention.interface import Asked, Unsupported, attending, configs_of, in_run, register
 from .attention.stages import Shape, StagedAttention
 from .batch import Batch
-from .layer.module import ModuleCall, run_module_layer, run_tiled
+from .layer.mixer import Spread, doors_of, mixing
+from .layer.module import ModuleCall, run_module_layer, run_tiled, running_call
 from .model.adapter import base_model, check_state, lora_violations
 from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from .model.families import config_violations
@@ -50,10 +51,14 @@ class OwnLayer:
     forward: Callable[..., Any]  # as it was before prepare
     configs: list[Any]
     parts: list[nn.Module]  # that are tiled: MLP, experts
+    mixers: list[nn.Module]  # gated delta nets and the like
 
     @classmethod
     def of(cls, index: int, module: nn.Module) -> OwnLayer:
-        return cls(index, module, module.forward, configs_of(module), [m for m in module.children() if _is_mlp(m)])
+        mixers = [part for part in module.modules() if doors_of(part)]
+        inside = {id(part) for part in mixers}
+        parts = [m for m in module.children() if _is_mlp(m) and not any(id(part) in inside for part in m.modules())]
+        return cls(index, module, module.forward, configs_of(module), parts, mixers)
 
 
 @dataclass
@@ -76,6 +81,9 @@ class OwnDecoder:
     wide_angles: bool = True  # its rotary modules bear being computed in float64
     norms: tuple[str, ...] = ()  # classes of norms that are torch's own rms_norm, as a proof has shown
     running: Running | None = None
+    tokenwise: list[OwnLayer] = field(
+        default_factory=list
+    )  # of the last forward: came to no attention, so look at no other token
     logit_cap: None = None  # the model's own code caps
     router_weight: float = 0.0
     family: None = None
@@ -91,6 +99,11 @@ class OwnDecoder:
                 f"be computed in float64, and in float32 angles of tokens beyond {FLOAT32_POSITIONS:,} are blurred by more than "
                 "bf16 rounds them; use shorter documents, or a rotary module as transformers writes it (ithaca docs rope)"
             )
+        if batch.parents is not None and (mixers := self.mixers()):
+            raise Unsupported(
+                f"the documents are trees, and {mixers[0]} carries a state from token to token, which would have to go on from "
+                "several branches; give every path as a document of its own"
+            )
         # transformers would take jumps of positions for packed documents, where no mask is given
         nothing_hidden = torch.ones(rows, tokens, dtype=torch.bool, device=batch.input_ids.device)
         running = running or Running(run, batch)
@@ -101,13 +114,12 @@ class OwnDecoder:
                 attention_mask=nothing_hidden,
                 use_cache=False,
             )
-        missing = [str(layer.index) for layer in self.layers if layer.index not in running.attended]
-        if missing:
-            raise Unsupported(
-                f"layers {', '.join(missing)} of it never came to attention that can be replaced: they mix tokens in another way, "
-                "or attend by code of their own"
-            )
+        self.tokenwise = [layer for layer in self.layers if layer.index not in running.attended]
         return result[0] if isinstance(result, tuple) else result.last_hidden_state
+
+    def mixers(self) -> list[str]:
+        """Classes of its linear mixers."""
+        return sorted({type(part).__name__ for layer in self.layers for part in layer.mixers})
 
     @contextmanager
     def _active(self, running: Running, ranks: Ranks) -> Iterator[None]:
@@ -197,11 +209,16 @@ class Running:
             self.attended.add(layer.index)
             return self._staged(shape, kv_heads, asked)
 
+        def spread() -> Spread:
+            self.attended.add(layer.index)
+            return self.batch.spread(run.mesh, run.stack.heads_per_stage, run.kernels.mixers)
+
         return ModuleCall(
             layer.module,
             layer.forward,
             layer.configs,
             attention,
+            spread,
             run.stack.recompute_of(layer.index),
             run.store_of(layer.index),
             self.batch.fold,
@@ -330,6 +347,10 @@ def route_own(decoder: OwnDecoder) -> None:
     for layer in decoder.layers:
         layer.module._layer_of_ithaca = (decoder, layer)  # pyright: ignore[reportArgumentType]
         layer.module.forward = MethodType(_layer_forward, layer.module)
+        for part in layer.mixers:
+            own = doors_of(part)
+            part._mixer_of_ithaca = (part.forward, mixing(part, own, running_call))  # pyright: ignore[reportArgumentType]
+            part.forward = MethodType(_mixer_forward, part)
         for part in layer.parts if decoder.tiles else ():
             part._part_of_ithaca = (decoder, part.forward)  # pyright: ignore[reportArgumentType]
             part.forward = MethodType(_part_forward, part)
@@ -347,6 +368,11 @@ def _layer_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     if decoder.running is None:
         return layer.forward(*args, **kwargs)
     return decoder.running.layer(layer, args, kwargs)
+
+
+def _mixer_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    forward, ours = module._mixer_of_ithaca
+    return ours(*args, **kwargs) if in_run() else forward(*args, **kwargs)
 
 
 def _part_forward(module: Any, *args: Any, **kwargs: Any) -> Any:

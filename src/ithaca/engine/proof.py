@@ -38,6 +38,7 @@ from .assemble import assemble
 from .attention.choice import Kernels
 from .attention.interface import Unsupported, configs_of
 from .batch import Batch
+from .layer.mixer import by_formulas
 from .mesh import Group, Mesh
 from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from .model.guard import owner_changes
@@ -246,7 +247,7 @@ def prove(kind: type, config: Any, parts: set[str] | None = None, ranks: tuple[i
                 plain = _compare(kind, small, False, ranks)
                 proof = plain if proof is None or plain.exact else proof
             if not proof.exact:
-                proof = replace(proof, where=_parting(kind, small) or proof.where)
+                proof = _parting(kind, small, proof)
         except Refused as error:
             proof = Proof(False, float("inf"), "", str(error))
     return replace(proof, seconds=round(time.perf_counter() - begin, 2))
@@ -265,9 +266,15 @@ def _judged(build: Callable[[], nn.Module], ids: Tensor, tiles: bool, ranks: tup
     """In float64 where float32 is near the limit: there torch's own kernels are as far from the formula, by rounding."""
     proof = _worst(build(), ids, tiles, ranks)
     if LIMIT < proof.error < NEAR:
-        with suppress(Refused):  # kernels of experts may have no float64
-            proof = _worst(build().double(), ids, tiles, ranks)
+        with suppress(Refused):  # kernels may have no float64
+            proof = _worst(_double(build()), ids, tiles, ranks)
     return proof
+
+
+def _double(model: nn.Module) -> nn.Module:
+    for config in configs_of(model):
+        config._experts_implementation_internal = "eager"  # one expert after the other: torch groups them in float32
+    return model.double()
 
 
 class Refused(Exception):
@@ -330,7 +337,7 @@ def _build(kind: type, config: Any, seed: int) -> nn.Module:
 
 def untouched(model: nn.Module, ids: Tensor, documents: list[list[int]] | None) -> Measured:
     """Every document by itself, as one sequence."""
-    model = copy.deepcopy(model)
+    model = by_formulas(copy.deepcopy(model))
     rows = [ids[row].split(documents[row] if documents else [ids.shape[1]]) for row in range(len(ids))]
     logits = [[model(input_ids=part[None], use_cache=False).logits[0] for part in parts] for parts in rows]
     labels = torch.cat([torch.cat((part[1:], part.new_full((1,), IGNORE))) for parts in rows for part in parts])
@@ -406,20 +413,32 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm()) / size if size else (0.0 if not a.any() else float("inf"))
 
 
-def _parting(kind: type, config: Any) -> str | None:
-    """The first module whose output differs, in the order in which the untouched model comes to them."""
+def _parting(kind: type, config: Any, proof: Proof) -> Proof:
+    """With the first module whose output differs, in the order in which the untouched model comes to them."""
     model = _build(kind, config, 0)
     ids = _ids(0)
     other = copy.deepcopy(model)
     run = small_run(other, tiles=False)
     with torch.no_grad():
-        theirs = _watched(model, lambda: model(input_ids=ids, use_cache=False))
+        theirs = _watched(model, lambda: by_formulas(model)(input_ids=ids, use_cache=False))
         ours = _watched(other, lambda: run.logits(folded(run.shard(ids))))
+    names = {id(module): name for name, module in other.named_modules()}
+    assert isinstance(run.decoder, OwnDecoder)
+    alone = [f"{names[id(layer.module)]}." for layer in run.decoder.tokenwise]
     for name, value in theirs.items():
         mine = ours.get(name)
         if mine is not None and mine.numel() == value.numel() and apart(mine.reshape(value.shape), value) > 10 * LIMIT:
-            return f"{name} ({type(model.get_submodule(name)).__name__}), the first module where the two part"
-    return None
+            if f"{name}.".startswith(tuple(alone)):
+                numbers = ", ".join(str(layer.index) for layer in run.decoder.tokenwise)
+                why = (
+                    f"layers {numbers} of it never came to attention that can be replaced: they mix tokens in another way, or "
+                    "attend by code of their own"
+                )
+                return replace(proof, why=why)
+            return replace(
+                proof, where=f"{name} ({type(model.get_submodule(name)).__name__}), the first module where the two part"
+            )
+    return proof
 
 
 def _watched(model: nn.Module, run: Callable[[], Any]) -> dict[str, Tensor]:

@@ -45,10 +45,18 @@ class Layout:
         size = self.padded // (2 * self.ring)
         return [(i * size, (i + 1) * size) for i in (ring_rank, 2 * self.ring - 1 - ring_rank)]
 
+    def pieces(self, ring_rank: int, ulysses_rank: int) -> list[tuple[int, int]]:
+        """The token ranges of one rank, in the order in which they lie there."""
+        first, last, found = ulysses_rank * self.local, (ulysses_rank + 1) * self.local, []
+        for start, stop in self.chunks(ring_rank):
+            a, b = max(start, start + first), min(stop, start + last)
+            found += [(a, b)] if a < b else []
+            first, last = first - (stop - start), last - (stop - start)
+        return found
+
     def tokens(self, ring_rank: int, ulysses_rank: int) -> torch.Tensor:
         """Indices into the padded sequence of the tokens on one rank, in order."""
-        whole = torch.cat([torch.arange(a, b) for a, b in self.chunks(ring_rank)])
-        return whole[ulysses_rank * self.local : (ulysses_rank + 1) * self.local]
+        return torch.cat([torch.arange(a, b) for a, b in self.pieces(ring_rank, ulysses_rank)])
 
 
 def read_documents(documents: Sequence | torch.Tensor | None, rows: int, length: int) -> list[list[int]] | None:

@@ -95,6 +95,8 @@ def add_lora(model: nn.Module, seed: int) -> nn.Module:
         raise ValueError("LoRA needs the package peft; install it with: pip install 'ithaca[peft]'") from None
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     linears = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    mixers = sorted(name for name in linears if name.startswith("in_proj"))
+    names += [*mixers, "out_proj"] if mixers else []
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=[n for n in names if n in linears])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # about patterns for experts that a model does not have

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.layer.mixer import by_formulas
 from ..engine.model.adapter import base_model
 from ..engine.model.angles import Angles, rotary_modules
 from ..engine.model.families import FAMILIES
@@ -60,6 +61,7 @@ class Reference:
     def __init__(self, model: nn.Module, dtype: str, device: str) -> None:
         self.device = torch.device(device)
         self.angle = FLOAT32_ANGLE * (1.0 if model_type(model) in FAMILIES else _sharpness(model))
+        model = by_formulas(copy.deepcopy(model)) if self.device.type == "cpu" else model
         self.wide = copy.deepcopy(model).to(device)
         if self.device.type == "cuda" and getattr(base_model(self.wide), "_supports_sdpa", True):
             expand_kv(self.wide)

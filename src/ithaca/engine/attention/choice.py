@@ -17,6 +17,7 @@ import torch
 
 from .backends import BACKENDS
 from .kernel import Kernel
+from .scan import MixerKernels
 
 log = logging.getLogger("ithaca")
 
@@ -47,6 +48,7 @@ class Kernels:
     name: str  # "auto" or a backend's name
     chosen: dict[Need, Kernel] = field(default_factory=dict)
     made: dict[str, Kernel] = field(default_factory=dict)
+    mixers: MixerKernels = field(default_factory=MixerKernels)
 
     def resolve(self, need: Need) -> Kernel:
         if need not in self.chosen:

@@ -25,14 +25,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...base.holding import holds, module_holds
 from ..attention.interface import Asked, attending, current
+from ..attention.scan import Call, Tensors
 from ..attention.stages import StagedAttention
 from ..offload.store import Store
 from ..tiling import Gradients, differentiate, tiles
 from .heads import to_heads_first, to_tokens_first
+from .mixer import HeadScan, Spread, convolve, scan_of
 
 module_holds(__name__, "kept")
 
-Kept = tuple[Tensor, list[Tensor]]  # an attention's output [B, s, H, D] and the lse of each stage
+Kept = tuple[
+    Tensor, list[Tensor]
+]  # an attention's output [B, s, H, D] and the lse of each stage; a scan's, which has none
 _call: ContextVar[ModuleCall | None] = ContextVar("call", default=None)
 
 
@@ -49,6 +53,7 @@ class ModuleCall:
     forward: Callable[..., Any]  # of the layer itself
     configs: list[Any]  # that its modules look at
     attention: Callable[[tuple[int, ...], int, Asked], StagedAttention]  # by the shape of q and the heads of k
+    spread: Callable[[], Spread]  # where the tokens of a mixer lie
     recompute: str
     store: Store
     fold: int = 1  # rows that stand for ranks, in a proof
@@ -77,6 +82,27 @@ class ModuleCall:
         out = _Attention.apply(q, k, v, sinks, self, staged)
         assert isinstance(out, Tensor)
         return _unfold(out[..., :width], self.fold)
+
+    def convolve(
+        self, function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any
+    ) -> Tensor:
+        """x [B, C, s] of this rank's tokens, as a mixer's own convolution takes it."""
+        rows, channels, tokens = x.shape
+        if self.fold > 1:
+            x = x.view(-1, self.fold, channels, tokens).transpose(1, 2).reshape(-1, channels, self.fold * tokens)
+        out = convolve(self.spread(), function, x, weight, bias, activation)
+        if self.fold > 1:
+            out = out.unflatten(2, (self.fold, tokens)).transpose(1, 2).reshape(rows, channels, tokens)
+        return out
+
+    def scan(self, call: Call, tensors: Tensors, repeats: int | None) -> Tensor:
+        """Tensors [B, s, heads, ·] of this rank's tokens, and weights [heads] -> [B, s, heads, ·]"""
+        weights = call.scan.weights
+        tensors = {n: t if n in weights else _as_sequence(t, self.fold) for n, t in tensors.items()}
+        work, tensors = scan_of(self.spread(), call, tensors, repeats)
+        out = _Scan.apply(self, work, *tensors.values())
+        assert isinstance(out, Tensor)
+        return _unfold(out, self.fold)
 
     def keep_made(self, made: list[Any]) -> None:
         """What a tiled part returned; None stands for what must be computed again."""
@@ -166,6 +192,28 @@ class _Attention(torch.autograd.Function):
         replace(ctx.staged, dsinks=dsinks).backward(source, q, lses, [])
         grads = (source.gradient(name) for name in "qkv")
         return *grads, None if dsinks is None or sinks is None else dsinks.to(sinks.dtype), None, None
+
+
+class _Scan(torch.autograd.Function):
+    """Backward scans again, a stage of heads at a time, so that the graph of one is there at once."""
+
+    @staticmethod
+    def forward(ctx, call: ModuleCall, work: HeadScan, *tensors: Tensor):
+        if call.replay is not None:
+            out, _ = call.replay.pop(0)
+        else:
+            out = work.forward(dict(zip(work.names, tensors, strict=True)))
+            if call.keeping:
+                call.kept.append((out, []))
+        ctx.work = work
+        ctx.save_for_backward(*tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        work: HeadScan = ctx.work
+        grads = work.backward(dict(zip(work.names, ctx.saved_tensors, strict=True)), dout)
+        return None, None, *(grads[name] for name in work.names)
 
 
 class ModuleLayer(torch.autograd.Function):
@@ -325,6 +373,11 @@ def _fold(t: Tensor, ranks: int) -> Tensor:
         return t
     rows, heads, tokens, size = t.shape
     return t.view(rows // ranks, ranks, heads, tokens, size).transpose(1, 2).reshape(-1, heads, ranks * tokens, size)
+
+
+def _as_sequence(t: Tensor, ranks: int) -> Tensor:
+    """[B·R, s, ...] -> [B, R·s, ...]"""
+    return t if ranks == 1 else t.reshape(t.shape[0] // ranks, ranks * t.shape[1], *t.shape[2:])
 
 
 def _unfold(t: Tensor, ranks: int) -> Tensor:

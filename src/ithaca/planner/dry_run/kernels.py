@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...base.holding import holds
 from ...base.kernels import KERNELS, backward_workspace, problem
 from ...engine.attention.choice import Kernels, Need
 from ...engine.attention.kernel import Calls
+from ...engine.attention.scan import Call, MixerKernels, Tensors, out_dtype
 from ...engine.model.nf4 import Nf4
 from ...engine.model.norm import NormKernel
 from ...engine.objective.cross_entropy import LossKernel, LossTerms, TileLoss
+from .tracker import LiveBytes
+
+SOME = 1024  # tokens that a scan is measured on
 
 
 class DryKernel:
@@ -54,6 +62,7 @@ class DryKernels(Kernels):
 
     windowed: str = ""  # of layers with a window, if that is another
     processors: int = 0  # as in Job
+    mixers: MixerKernels = field(default_factory=lambda: DryMixers())
 
     def _resolve(self, need: Need) -> Any:
         """As the engine: the first that can, from the one that is known on."""
@@ -66,6 +75,70 @@ class DryKernels(Kernels):
             ):
                 return DryKernel(name, self.processors)
         return DryKernel(first, self.processors)
+
+
+class DryMixers(MixerKernels):
+    """Scans take what their formula does: whether there is a kernel, which would take less, only the GPU's machine knows."""
+
+    def scan(self, call: Call, tensors: Tensors) -> Callable[..., Any]:
+        key = (call.function, tuple((t.shape[3:], t.dtype) for t in tensors.values()))
+        if key not in self.chosen:
+            inside = _inside(call, tensors)
+            begins = call.scan.state[0]
+
+            def stand_in(*args: Any, **kwargs: Any) -> Any:
+                every = dict(zip(call.places, args, strict=True)) | kwargs
+                return _Scanned.apply(call, inside, every[begins], *(every[name] for name in tensors))
+
+            self.chosen[key] = stand_in
+        return self.chosen[key]
+
+
+def _inside(call: Call, tensors: Tensors) -> tuple[int, int]:
+    """Bytes that the formula takes for a token of a head beside what it is given and returns: forward, and forward and backward."""
+    call = replace(call, function=inspect.unwrap(call.function))
+    live = LiveBytes()
+    with _disable_current_modes(), FakeTensorMode(), live.watching():
+        some = {
+            name: torch.empty((1,) if name in call.scan.weights else (1, SOME, 1, *t.shape[3:]), dtype=t.dtype)
+            for name, t in tensors.items()
+        }
+        leaves = {name: t.requires_grad_() for name, t in some.items()}
+        live.begin("forward")
+        with torch.no_grad():
+            call(leaves, None)
+        live.begin("backward")
+        with torch.enable_grad():
+            out, state = call(leaves, None)
+        out.backward(torch.empty_like(out))
+        given, made = sum(t.nbytes for t in leaves.values()), out.nbytes + state.nbytes
+    forward, backward = (sum(live.peaks[phase].values()) - given - made for phase in ("forward", "backward"))
+    return max(0, forward) // SOME, max(0, backward - given - out.nbytes) // SOME
+
+
+class _Scanned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, inside: tuple[int, int], state: Tensor | None, *tensors: Tensor) -> Any:
+        names = [*(n for n in (*call.scan.own, *call.scan.shared, *call.scan.weights))]
+        ctx.inside, ctx.state = inside[1], state
+        ctx.save_for_backward(*tensors)
+        like = tensors[[n for n in names].index(call.scan.out)]
+        shared = next(t for t in tensors[len(call.scan.own) :])
+        _taken(inside[0], like)
+        rows, _, heads, size = like.shape
+        after = like.new_empty(rows, heads, shared.shape[-1], size, dtype=torch.float32)
+        return torch.empty_like(like, dtype=out_dtype(call.scan, like)), after
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Any:  # pyright: ignore
+        grads = [torch.empty_like(t) for t in ctx.saved_tensors]
+        _taken(ctx.inside, dout)
+        return None, None, None if ctx.state is None else torch.empty_like(ctx.state), *grads
+
+
+@holds("workspace")
+def _taken(inside: int, like: Tensor) -> None:
+    like.new_empty(inside * like.shape[0] * like.shape[1] * like.shape[2], dtype=torch.uint8)
 
 
 class DryNorm(NormKernel):
