@@ -114,6 +114,11 @@ class OwnDecoder:
                 attention_mask=nothing_hidden,
                 use_cache=False,
             )
+        unseen = [str(layer.index) for layer in self.layers if layer.index not in running.called]
+        if unseen:  # so no proof says anything of them
+            raise Unsupported(
+                f"layers {', '.join(unseen)} of it never came to attention: text alone does not reach them"
+            )
         self.tokenwise = [layer for layer in self.layers if layer.index not in running.attended]
         return result[0] if isinstance(result, tuple) else result.last_hidden_state
 

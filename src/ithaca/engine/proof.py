@@ -266,15 +266,9 @@ def _judged(build: Callable[[], nn.Module], ids: Tensor, tiles: bool, ranks: tup
     """In float64 where float32 is near the limit: there torch's own kernels are as far from the formula, by rounding."""
     proof = _worst(build(), ids, tiles, ranks)
     if LIMIT < proof.error < NEAR:
-        with suppress(Refused):  # kernels may have no float64
-            proof = _worst(_double(build()), ids, tiles, ranks)
+        with suppress(Refused):  # kernels of experts may have no float64
+            proof = _worst(build().double(), ids, tiles, ranks)
     return proof
-
-
-def _double(model: nn.Module) -> nn.Module:
-    for config in configs_of(model):
-        config._experts_implementation_internal = "eager"  # one expert after the other: torch groups them in float32
-    return model.double()
 
 
 class Refused(Exception):
