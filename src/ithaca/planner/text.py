@@ -86,7 +86,9 @@ def _time(plan: Plan, speed: Speed) -> list[str]:
 
 def trained(plan: Plan) -> str:
     """What is trained, and how numbers are kept."""
-    return f"LoRA rank {plan.job.lora} in bf16" if plan.job.lora else "all weights in bf16 over fp32"
+    if not plan.job.lora:
+        return "all weights in bf16 over fp32"
+    return f"{'QLoRA' if plan.job.quantize else 'LoRA'} rank {plan.job.lora} in bf16{' on NF4' if plan.job.quantize else ''}"
 
 
 def verdict(plan: Plan) -> str:
