@@ -99,7 +99,8 @@ def step(kind: str, stack: dict[str, Any], packed: bool) -> tuple[list[float], d
     assert all(isinstance(shard, DTensor) and isinstance(shard.to_local(), Nf4) for shard in shards)
     if run.mesh.world.size == 1:
         with pytest.raises(NotImplementedError, match="nothing is merged into four bits"):
-            run.model.merge_adapter()
+            wrapped: Any = run.model
+            wrapped.merge_adapter()
     return losses, found if run.mesh.world.rank == 0 else {}, len(shards)
 
 
@@ -154,8 +155,9 @@ def test_parity(workers: Workers, name: str):
 
 def saved(folder: str) -> None:
     run = ithaca.prepare(model_of("llama3"), ithaca.Stack(ulysses=2), device="cpu", quantize="nf4")
-    run.model.save_pretrained(f"{folder}/adapters")
-    run.model.get_base_model().save_pretrained(f"{folder}/base")
+    wrapped: Any = run.model
+    wrapped.save_pretrained(f"{folder}/adapters")
+    wrapped.get_base_model().save_pretrained(f"{folder}/base")
 
 
 @pytest.mark.skipif(not LONG, reason="make losses")

@@ -38,7 +38,8 @@ def trained_for(folder: str, base: str, ranks: int, steps: int) -> list[float]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    build(preset_config("tiny_llama"), seed=3).save_pretrained(folder)
+    model: Any = build(preset_config("tiny_llama"), seed=3)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -91,7 +92,8 @@ def refused(base: Path, *more: str, folder: Path) -> str:
 
 
 def test_what_cannot_be_packed_is_named_before_anything_is_loaded(base: Path, tmp_path: Path):
-    build(preset_config("tiny_llama", intermediate_size=96), seed=3).save_pretrained(tmp_path / "narrow")
+    model: Any = build(preset_config("tiny_llama", intermediate_size=96), seed=3)
+    model.save_pretrained(tmp_path / "narrow")
     text = refused(tmp_path / "narrow", folder=tmp_path / "run")
     assert "mlp.down_proj.base_layer.weight of layer 0 has rows of 96, which is no multiple of 64" in text
     assert "names embed_tokens, an embedding" in refused(
