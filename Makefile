@@ -38,7 +38,7 @@ faults: setup
 fuzz: setup
 	ITHACA_FUZZ=long $(BIN)/python -m pytest -q -s tests/fuzz
 
-# More configurations of the plan's arithmetic against the code: 3 minutes on 2 cores.
+# More configurations of the plan's arithmetic against the code: some 8 minutes on 2 cores.
 plans: setup
 	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner tests/observe/profiler tests/test_benchmarks.py tests/test_recipes.py
 

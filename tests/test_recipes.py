@@ -117,7 +117,7 @@ def test_a_recipe_fits_the_hardware_it_is_named_for(name: str):
         assert found.job.quantize == config.model.quantize
 
 
-@pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="some 20 s each: make plans")
+@pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="some 40 s each: make plans")
 @pytest.mark.parametrize("name", [each for each in NAMES if "lora_128k" in each or "lora_64k" in each])
 def test_a_recipe_takes_what_its_plan_says(name: str):
     """Counted by the dry run."""
