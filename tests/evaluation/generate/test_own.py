@@ -47,3 +47,8 @@ def test_on_four_ranks(workers, kind: str):
 def test_alone(length: int):
     ours, theirs = both("smollm3", Stack(shard_parameters=False), length)
     assert ours == theirs
+
+
+def test_a_state_that_goes_from_token_to_token_is_not_kept():
+    with pytest.raises(ValueError, match=r"carries a state from token to token.*let transformers generate"):
+        both("qwen3_next", Stack(shard_parameters=False), 5)

@@ -99,7 +99,7 @@ def test_several_nodes_without_a_job_say_which_commands_start_one(run_yaml: Writ
     ("launch", "words"),
     [
         ("{cpu: 3}", "the world size 3 is not a multiple of ulysses × ring × replicate = 2"),
-        ("{}", "torch sees no GPU here; train on the CPU with --launch.cpu N"),
+        ("{}", "torch sees no GPU here; use the CPU with --cpu N"),
         ("{workers: 2}", "torch sees no GPU"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.attention.interface import Asked, Attend, attending, current
+from ...engine.attention.interface import Asked, Attend, Unsupported, attending, current
 from ...engine.batch import Batch
 from ...engine.comm import total
 from ...engine.own import OwnDecoder, OwnLayer, Running
@@ -28,6 +28,11 @@ class OwnSession:
 
     def __init__(self, run: Run, longest: int) -> None:
         assert isinstance(run.decoder, OwnDecoder)
+        if mixers := run.decoder.mixers():
+            raise Unsupported(
+                f"{mixers[0]} carries a state from token to token, which is not kept between new tokens here; export the model and "
+                "let transformers generate"
+            )
         self.run, self.decoder, self.longest = run, run.decoder, longest
         self.caches: dict[tuple[int, int], KeyCache] = {}
         self.length = 0
@@ -78,7 +83,7 @@ class Prefill(Running):
     session: OwnSession = field(kw_only=True)
 
     def layer(self, layer: OwnLayer, args: Any, kwargs: Any) -> Any:
-        self.attended.add(layer.index)
+        self.called.add(layer.index)
         call = self.call_of(layer)
         with attending(layer.configs), current(self.attention(layer, call.attend)):
             return layer.forward(*args, **kwargs)
