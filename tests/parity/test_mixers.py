@@ -16,14 +16,16 @@ LONG = os.environ.get("ITHACA_FAMILIES") == "long"
 TRIALS = [
     Trial("qwen3_next", Stack(ulysses=2, heads_per_stage=1, store="host"), packed=True),
     Trial("qwen3_5_text", Stack(ulysses=2, ring=2, recompute="layer"), packed=True, lora=True),
-    Trial("qwen3_5_moe_text", Stack(ulysses=4, recompute="none"), length=5),
-    Trial("bamba", Stack(ring=2, tile=9), length=67),
 ]
 KEPT = [("none", "gpu"), ("layer", "gpu"), ("layer", "host"), ("layer", "disk")]
 KEPT += [("keep_attention", store) for store in ("gpu", "host", "disk")]
 QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 OTHERS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "olmo_hybrid", "lfm2_moe")
 MATRIX = [
+    Trial("qwen3_5_moe_text", Stack(ulysses=4, recompute="none"), length=5),
+    Trial("bamba", Stack(ring=2, tile=9), length=67),
+]
+MATRIX += [
     Trial(kind, Stack(ulysses=ulysses, recompute=recompute, store=store), length=length, packed=packed, lora=lora)
     for kind, ulysses, (recompute, store), (length, packed, lora) in product(
         QWEN, (1, 2, 4), KEPT, ((LENGTH, True, False), (LENGTH, False, True), (67, False, False))

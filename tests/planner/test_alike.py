@@ -31,10 +31,10 @@ LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a
 
 CASES = {
     "on the GPU": (Stack(tile=1024), 4096, 1, {}, (6, 4)),
-    "host": (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, {}, (6, 4)),
 }  # fmt: skip
 if MORE:
     CASES |= {
+        "host": (Stack(ulysses=4, store="host", heads_per_stage=1, tile=LONG // 2), 4 * LONG, 4, {}, (6, 4)),
         "three blocks": (
             Stack(recompute="5 layer + 2 keep_attention", store="6 host + 1 gpu", tile=LONG // 2), LONG, 1, {}, (7, 6)
         ),
