@@ -38,6 +38,7 @@ def fail_on_rank_1(config: Config) -> int:
 def die_on_rank_1(config: Config) -> int:
     import torch.distributed as dist
 
+    dist.barrier()  # all are connected: one that is not yet would have gloo say so in a line of its own
     if dist.get_rank() == 1:
         print("step 41", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
