@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from ithaca.engine.model.shrink import smallest
 from ithaca.engine.sequence import document_bounds, places, positions
-from ithaca.engine.trees import branch, from_paths, leaves_below, read_trees
+from ithaca.engine.trees import branch, from_paths, leaves_below, no_trees, read_trees
 
 
 @pytest.mark.parametrize(
@@ -136,3 +137,14 @@ def test_what_is_shared():
 def test_bad_paths_are_named(given, said):
     with pytest.raises(ValueError, match=said):
         from_paths(*given)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "bamba", "llama", "glm4", "mixtral"])
+def test_models_that_cannot_learn_from_trees(kind: str):
+    """Asked before a run, by the config alone, so that nothing is shared which the first step would refuse."""
+    config = smallest(kind)
+    why = no_trees(config)
+    assert ("carry one state along a row" in (why or "")) == (kind in ("qwen3_next", "qwen3_5_text", "bamba"))
+    if kind == "mixtral":
+        config.output_router_logits = True
+        assert "balance loss" in (no_trees(config) or "")

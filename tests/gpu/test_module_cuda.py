@@ -22,7 +22,7 @@ STACKS = [
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("kind", ["glm4", "smollm3", "phi3", "gpt_oss", "gemma2", "cohere2"])
+@pytest.mark.parametrize("kind", ["glm4", "smollm3", "phi3", "gpt_oss", "gemma2", "cohere2", "qwen3_next", "bamba"])
 def test_gradients_are_as_near_as_the_models_own(tmp_path: Path, kind: str, packed: bool):
     """gpt-oss has sinks and windows, Gemma 2 a soft cap. Where two experts are nearly as good, bf16 chooses as it likes, and the
     few numbers of a sink show it: those are compared by themselves (test_kernels.py)."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base.holding import module_holds
 from .limits import BLOCK, SLOTS
+from .mesh import local_part
 from .offload.host import HostBuffer, Lane
 from .offload.store import Meter
 
@@ -107,11 +108,6 @@ class HostAdamW(torch.optim.AdamW):
         with torch.no_grad():
             pairs = ([local_part(before[parameter]), local_part(grad)] for parameter, grad in made.items())
             _streamed(((pair, _add) for pair in pairs), self.device, written=1)
-
-
-def local_part(value: Tensor) -> Tensor:
-    """This rank's rows; a plain tensor is its own."""
-    return value.to_local().detach() if isinstance(value, DTensor) else value.detach()
 
 
 def total_norm(norms: list[Tensor], grads: list[Tensor]) -> Tensor:

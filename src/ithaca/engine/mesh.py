@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ..stack import Stack, require
 
@@ -61,12 +63,22 @@ class Mesh:
         return torch.device("cpu") if self.offload else self.device
 
     @property
+    def shards(self) -> int:
+        """Into how many parts a parameter is cut."""
+        return 1 if self.parameters is None else self.parameters.mesh.shape[-1]
+
+    @property
     def ranks_here(self) -> int:
         """Of this host, which share its memory."""
         ranks, said = self.world.size, os.environ.get("LOCAL_WORLD_SIZE", "")
         cuda = self.device.type == "cuda"
         on_this_host = int(said) if said.isdecimal() and int(said) else torch.cuda.device_count() if cuda else ranks
         return min(ranks, on_this_host)
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def build_mesh(stack: Stack, device: torch.device, offload: bool = False) -> Mesh:

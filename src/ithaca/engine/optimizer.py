@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..base.holding import module_holds
 from ..config.schema import Train, in_steps
-from .host_adamw import HostAdamW, local_part, total_norm
+from .host_adamw import HostAdamW, total_norm
+from .mesh import local_part
 from .muon import Muon, matrices_of
 
 EIGHT_BIT = "train.optimizer: adamw8bit needs the package torchao (pip install torchao); or use adamw"

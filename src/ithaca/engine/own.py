@@ -117,7 +117,8 @@ class OwnDecoder:
         unseen = [str(layer.index) for layer in self.layers if layer.index not in running.called]
         if unseen:  # so no proof says anything of them
             raise Unsupported(
-                f"layers {', '.join(unseen)} of it never came to attention: text alone does not reach them"
+                f"layers {', '.join(unseen)} of it never came to attention: text alone does not reach them; load its text "
+                "model by itself, if it has one"
             )
         self.tokenwise = [layer for layer in self.layers if layer.index not in running.attended]
         return result[0] if isinstance(result, tuple) else result.last_hidden_state

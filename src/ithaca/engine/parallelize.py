@@ -120,8 +120,7 @@ def require_host_room(model: nn.Module, mesh: Mesh) -> None:
     """Failed, before anything is loaded, if weights, gradients and AdamW's averages of this host's ranks are more than its memory.
     What FSDP2 pins comes in powers of two; of a model that is here already the weights are counted once more, for they are
     copied."""
-    assert mesh.parameters is not None
-    shards, need, trained = mesh.parameters.size(-1), 0, 0
+    shards, need, trained = mesh.shards, 0, 0
     for parameter in model.parameters():
         rows = -(-parameter.shape[0] // shards) if parameter.dim() else 1
         weights = rows * (parameter.numel() // max(parameter.shape[0], 1)) if parameter.dim() else 1
@@ -153,8 +152,7 @@ def _check_packing(decoder: Decoder | OwnDecoder, stack: Stack, mesh: Mesh, quan
         problems.append(
             "offload_parameters keeps shards on the host, which four bits a weight make needless; drop one of them"
         )
-    shards = 1 if mesh.parameters is None else mesh.parameters.size(-1)
-    problems += packing_violations([layer.module for layer in decoder.layers], shards)
+    problems += packing_violations([layer.module for layer in decoder.layers], mesh.shards)
     require(problems, CANNOT_PACK)
 
 

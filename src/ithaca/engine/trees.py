@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention.scan import has_scan
+from .model.families import FAMILIES
 from .objective.cross_entropy import IGNORE
 from .sequence import document_bounds, plain, read_documents
 
@@ -82,6 +84,8 @@ def no_trees(config: Any) -> str | None:
     """Why a model, by its Hugging Face config, cannot learn from trees; None where it can."""
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
         return "the experts' balance loss (output_router_logits in config.json) would count what is shared once"
+    if config.model_type not in FAMILIES and has_scan(config):
+        return "its linear mixers carry one state along a row, which does not branch"
     return None
 
 

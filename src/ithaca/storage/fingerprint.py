@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.mesh import Mesh
+from ..engine.mesh import Mesh, local_part
 from ..engine.model.nf4 import Nf4
 from ..engine.model.weights import rows_of
-from .shards import local_part
 
 PACKED = "nf4_"  # before the dtype, where the numbers are packed
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..engine.mesh import local_part
 from ..engine.model.nf4 import Nf4
 from .dcp import plainly
 from .digest import Progress
 from .files import NotFiniteValues, listed
 from .safe_metadata import METADATA, SafeReader, read_metadata
-from .shards import local_part
 
 
 @torch.no_grad()

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ..engine.mesh import local_part
 from ..engine.model.weights import rows_of
 from .files import CheckpointError
-from .shards import like, local_part
+from .shards import like
 
 
 @dataclass(frozen=True)

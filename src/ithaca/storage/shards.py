@@ -1,4 +1,4 @@
-"""DTensors by their shards: look at this rank's, or put another in its place."""
+"""DTensors by their shards: put another in the place of this rank's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-
-def local_part(value: Tensor) -> Tensor:
-    """This rank's rows; a plain tensor is its own."""
-    return value.to_local() if isinstance(value, DTensor) else value
+from ..engine.mesh import local_part
 
 
 def like(local: Tensor, value: Tensor, shape: torch.Size) -> Tensor:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..base import faults
 from ..base.exits import NOT_FINITE, Failed
@@ -24,6 +23,7 @@ from ..base.holding import module_holds
 from ..config.schema import Train
 from ..engine.batch import Batch
 from ..engine.criterion import Criterion, Supervised
+from ..engine.mesh import local_part
 from ..engine.optimizer import backward, gradients, learning_rate, norm_of, set_learning_rate, update
 from ..engine.run import Run
 from ..storage.finite import not_finite
@@ -97,7 +97,7 @@ def _finite(number: float) -> bool:
 
 def _refuse(run: Run, grads: list[Tensor], loss: float, norm: float, sound: Tensor, step: int, samples: range) -> None:
     """Every rank comes here: loss and norm are the same on all of them."""
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    local = [local_part(g) for g in grads]
     weights = not_finite(dict(run.model.named_parameters()))
     bad = torch.tensor(
         [sum(int((~g.isfinite()).sum()) for g in local), int(not sound), len(weights)], device=run.mesh.device
@@ -133,5 +133,4 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _has_bad(grad: Tensor) -> bool:
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
-    return not bool(local.isfinite().all())
+    return not bool(local_part(grad).isfinite().all())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,6 +64,14 @@ SCANS = {
     ),
 }  # fmt: skip
 CONVOLUTION, CONVOLUTION_PACKAGE = "causal_conv1d_fn", "causal_conv1d"
+
+
+def has_scan(config: Any) -> bool:
+    """Whether the file of its model's code has one."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # pyright: ignore[reportAttributeAccessIssue]
+    return model_class is not None and any(hasattr(sys.modules[model_class.__module__], name) for name in SCANS)
 
 
 @dataclass(frozen=True)

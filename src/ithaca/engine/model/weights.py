@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...base.files import inside, open_regular, read_json
-from ..mesh import Mesh
+from ..mesh import Mesh, local_part
 from ..ranks import on_all_ranks
 from .adapter import Decoder
 from .angles import rotary_modules
@@ -86,7 +86,7 @@ def fill_at_random(decoder: Decoder | OwnDecoder, mesh: Mesh) -> None:
     whole parameter."""
     _allocate(decoder, mesh)
     for name, parameter in decoder.model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         if name.endswith("bias"):
             local.zero_()
         elif parameter.dim() < 2:
@@ -121,7 +121,7 @@ def _compute_buffers(decoder: Decoder | OwnDecoder) -> None:
 @torch.no_grad()
 def _fill(model: nn.Module, files: Folder) -> None:
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         first, count = rows_of(parameter)
         source = saved_name(name)
         if isinstance(local, Nf4):  # packed as it is read: one shard at a time is whole, in host memory
@@ -144,7 +144,7 @@ def _start_adapters(model: nn.Module, seed: int, gaussian: bool) -> None:
     for name, parameter in model.named_parameters():
         if saved_name(name) is not None:
             continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         first, count = rows_of(parameter)
         local.zero_()
         if ".lora_A." in name:

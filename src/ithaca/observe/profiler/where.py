@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ...engine.mesh import local_part
 from ...engine.run import Run
-from ...planner.dry_run.alike import local
 from ...planner.dry_run.tracker import plain_tensors
 from .journal import Journal
 
@@ -86,7 +86,7 @@ def tell_gradients(run: Run, journal: Journal, names: Names) -> None:
     """A gradient that has reached its parameter is no longer a part of what made it."""
     for parameter in run.model.parameters():
         if parameter.grad is not None:
-            journal.see(local(parameter.grad), "gradients", module=names.group(parameter))
+            journal.see(local_part(parameter.grad), "gradients", module=names.group(parameter))
 
 
 def tell_residents(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...engine.job import Job
 from ...engine.limits import IN_FLIGHT
+from ...engine.mesh import local_part
 from ...engine.offload.cost import pinned
 from ...engine.run import Run
 from ...stack import Stack
@@ -54,11 +55,6 @@ def chosen(layers: int, stack: Stack, layer_input: int) -> tuple[list[int], list
     return run, gaps
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's shard."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
-
-
 def state_bytes(shard: Tensor, optimizer_bytes: float) -> int:
     """Of AdamW's two averages, which are of the weights' type, or smaller."""
     return int(shard.numel() * min(optimizer_bytes, 2 * shard.element_size()))
@@ -66,7 +62,7 @@ def state_bytes(shard: Tensor, optimizer_bytes: float) -> int:
 
 def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
     """Bytes that this rank has of a layer all the time, and from backward on, by category."""
-    shards = [(local(parameter), parameter.requires_grad) for parameter in layer.parameters()]
+    shards = [(local_part(parameter), parameter.requires_grad) for parameter in layer.parameters()]
     return {
         "parameters": sum(shard.nbytes for shard, _ in shards),
         "optimizer": sum(state_bytes(shard, optimizer_bytes) for shard, learns in shards if learns),
@@ -76,7 +72,7 @@ def held_by(layer: nn.Module, optimizer_bytes: float) -> dict[str, int]:
 
 def on_host(layer: nn.Module, optimizer_bytes: float, accumulation: int) -> int:
     """The same where they wait in host memory: weights and gradients are pinned; with several micro-batches also their sum."""
-    shards = [(local(parameter), parameter.requires_grad) for parameter in layer.parameters()]
+    shards = [(local_part(parameter), parameter.requires_grad) for parameter in layer.parameters()]
     learned = 3 if accumulation > 1 else 2
     return sum((learned if learns else 1) * pinned(shard.nbytes) for shard, learns in shards) + sum(
         state_bytes(shard, optimizer_bytes) for shard, learns in shards if learns

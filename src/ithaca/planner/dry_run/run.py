@@ -33,7 +33,7 @@ from ...engine.assemble import assemble
 from ...engine.criterion import by_the_base
 from ...engine.fsdp import gathered_groups
 from ...engine.job import Job, Memory
-from ...engine.mesh import Mesh, build_mesh
+from ...engine.mesh import Mesh, build_mesh, local_part
 from ...engine.model.adapter import read_model
 from ...engine.model.families import FAMILIES
 from ...engine.model.shrink import cut, depth_of
@@ -41,7 +41,7 @@ from ...engine.own import OwnDecoder, read_own
 from ...engine.proof import require_proof
 from ...engine.run import Run
 from ...stack import PER_LAYER, Stack
-from .alike import LeftOut, chosen, held_by, local, on_host, state_bytes
+from .alike import LeftOut, chosen, held_by, on_host, state_bytes
 from .kernels import DryKernels, DryLoss, DryNf4, DryNorm
 from .own import NotAlike, stand_ins
 from .store import DryGpuStore, DryStore
@@ -121,7 +121,7 @@ def _dry_run(
         run = assembled(model, job, mesh, tracker, dtype, decoder)
         del model, decoder
         for parameter in run.model.parameters():
-            for part in plain_tensors(local(parameter)):
+            for part in plain_tensors(local_part(parameter)):
                 tracker.see(part, "parameters", line="the weights")
         away = _put_away(run, tracker, per_weight, job.accumulation) if job.offload else 0
         tracker.begin("load")
@@ -233,7 +233,7 @@ def _step(run: Run, job: Job, batch: Any, optimizer_bytes: float, tracker: LiveB
         del loss
     for parameter in run.model.parameters():
         if parameter.grad is not None and not job.offload:
-            tracker.see(local(parameter.grad), "gradients")
+            tracker.see(local_part(parameter.grad), "gradients")
     tracker.begin("step")
     del held
 
@@ -250,7 +250,7 @@ def _loss(run: Run, job: Job, batch: Any) -> Tensor:
 
 def states(model: nn.Module, per_weight: float) -> list[Tensor]:
     """Stands for the optimizer's states."""
-    trained = [local(p) for p in model.parameters() if p.requires_grad]
+    trained = [local_part(p) for p in model.parameters() if p.requires_grad]
     return [torch.empty(state_bytes(p, per_weight), dtype=torch.uint8) for p in trained]
 
 
@@ -269,7 +269,7 @@ def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float, accumulation
 
     def gone(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            tracker.ignore(local(parameter.grad))
+            tracker.ignore(local_part(parameter.grad))
 
     for module in run.model.modules():
         for group in gathered_groups(module):
@@ -277,7 +277,7 @@ def _put_away(run: Run, tracker: LiveBytes, optimizer_bytes: float, accumulation
             for parameter in group.fsdp_params:
                 parameter._sharded_param_data = _OnHost(parameter._sharded_param_data)
     for parameter in run.model.parameters():
-        tracker.ignore(local(parameter))
+        tracker.ignore(local_part(parameter))
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(gone)
     return on_host(run.model, optimizer_bytes, accumulation)
