@@ -74,8 +74,8 @@ def reference(kind: str, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
 
 
-def step(kind: str, stack: dict[str, Any], packed: bool) -> tuple[Tensor, Any]:
-    run = ithaca.prepare(model_of(kind), ithaca.Stack(**stack), device="cpu")
+def step(kind: str, stack: dict[str, Any], packed: bool, device: str = "cpu") -> tuple[Tensor, Any]:
+    run = ithaca.prepare(model_of(kind).to(device), ithaca.Stack(**stack), device=device, dtype=torch.float32)
     ids, labels, documents, weights = batch_of(packed)
     batch = run.shard(ids, labels=labels, documents=documents, weights=weights)
     logprobs, entropy = run.logprobs(batch, temperature=TEMPERATURE, entropy=True)
@@ -85,8 +85,8 @@ def step(kind: str, stack: dict[str, Any], packed: bool) -> tuple[Tensor, Any]:
     weighted = run.by_document(batch, above * logprobs + above.square() * entropy)
     loss = objective(run.by_document(batch, logprobs), weighted)
     loss.backward()
-    found = {name: grad for name, grad in gradients(run).items() if bool(grad.any())}
-    return loss.detach(), found if run.mesh.world.rank == 0 else None
+    found = {name: grad.cpu() for name, grad in gradients(run).items() if bool(grad.any())}
+    return loss.detach().cpu(), found if run.mesh.world.rank == 0 else None
 
 
 CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {

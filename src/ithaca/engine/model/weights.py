@@ -94,7 +94,9 @@ def fill_at_random(decoder: Decoder | OwnDecoder, mesh: Mesh) -> None:
         elif isinstance(local, Nf4):
             local.fill(torch.empty(local.shape, device=local.device).normal_(0.0, 0.02))
         else:
-            local.normal_(0.0, 0.02)
+            # On the GPU also where shards wait on the host: its cores would take minutes.
+            for piece in local.view(-1).split(2**26):
+                piece.copy_(torch.empty_like(piece, device=mesh.device).normal_(0.0, 0.02))
         parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
     _compute_buffers(decoder)
 
