@@ -1,13 +1,14 @@
 """States on the host beside states on the device: seconds of a step, the optimizer's share of it, and peaks beside the plan's.
 
     python benchmarks/states.py --model llama3_8b --context 128K
-    python benchmarks/states.py --model llama3_8b --context 128K --layers 20 --places host    # a host with 128 GB
+    python benchmarks/states.py --model llama3_8b --context 256K --layers 4 --places host --host 2TB    # planned for another host
     python benchmarks/states.py --model llama32_1b --context 32K --accumulation 2
     python benchmarks/states.py --model tiny_llama --context 64 --cpu
 
 Full fine-tuning of a preset with random weights on one GPU, AdamW with clipping, by `train.offload_optimizer` false and true, each
 with the stack that `stack: auto` takes there; one that does not fit is a row that says so. The first step warms up; the best of
-`--steps` is shown. The optimizer's seconds are those after backward: norm, clipping and update. Beside them what the plan says.
+`--steps` is shown. The optimizer's seconds are those after backward: norm, clipping and update. "host" is how much less memory the
+machine has free than before the model was built, so nothing else may run there. Beside them what the plan says.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from ithaca.base.units import format_bytes, parse_tokens
+from ithaca.base.units import format_bytes, parse_bytes, parse_tokens
 from ithaca.engine.attention.choice import kernels_here
 from ithaca.engine.offload.host import available_memory
 from ithaca.observe.profiler.steps import Steps, ready
@@ -51,7 +52,7 @@ def row(options: argparse.Namespace, away: bool, device: torch.device) -> list[s
     gpu = gpu_here(device) if cuda else GPUS["h200"]
     if cuda:
         gpu = replace(gpu, probed=kernels_here("auto", device, torch.bfloat16, attention_of(config)[0], {False}))
-    hardware = Hardware(gpu, 1, host=available_memory())
+    hardware = Hardware(gpu, 1, host=options.host or available_memory())
     where = "host" if away else "device"
     whole = plan(
         options.model, gpus=hardware, context=parse_tokens(options.context), offload_optimizer=away, advise=False,
@@ -61,17 +62,18 @@ def row(options: argparse.Namespace, away: bool, device: torch.device) -> list[s
     said = expected(whole, wanted, whole.job.kernel)
     if not said.fits:
         return [where, f"does not fit: {', '.join(said.shortages)}"]
+    before = available_memory()
     with ready(whole.job, config, device, options.layers, dtype=torch.bfloat16 if cuda else torch.float32) as step:
         timed(step, device)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         best = min(timed(step, device) for _ in range(options.steps))
-        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        peak, held = torch.cuda.max_memory_allocated() if cuda else 0, before - available_memory()
     took = said.speed.parts["optimizer"]
     return [
         where, f"{best[0]:.2f} s", f"{said.speed.seconds:.2f} s", f"{best[1]:.2f} s", f"{took:.2f} s",
         f"{best[1] / best[0]:.1%}", format_bytes(peak) if cuda else "-", format_bytes(said.allocated),
-        f"{said.allocated / peak - 1:+.1%}" if cuda else "-", format_bytes(said.memory.offloaded),
+        f"{said.allocated / peak - 1:+.1%}" if cuda else "-", format_bytes(held), format_bytes(said.memory.host),
     ]  # fmt: skip
 
 
@@ -80,6 +82,9 @@ def main() -> None:
     parser.add_argument("--model", default="llama3_8b", help="a preset")
     parser.add_argument("--context", default="128K")
     parser.add_argument("--layers", type=int, help="run so many of its layers only")
+    parser.add_argument(
+        "--host", type=parse_bytes, help="plan for so much host memory, e.g. 2TB (default: what is free here)"
+    )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step, a row each")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--places", default="device,host")
@@ -88,7 +93,7 @@ def main() -> None:
     device = torch.device("cpu") if options.cpu else torch.device("cuda", 0)
     layers = f", {options.layers} layers" if options.layers else ""
     print(f"{options.model}{layers}, {options.context} tokens, rows and micro-batches: {options.accumulation}\n")
-    head = ["states", "step", "plan", "optimizer", "plan", "share", "peak", "plan", "plan off", "on the host"]
+    head = ["states", "step", "plan", "optimizer", "plan", "share", "peak", "plan", "plan off", "host", "plan"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     for place in options.places.split(","):
         print(f"| {' | '.join(row(options, place == 'host', device))} |", flush=True)
