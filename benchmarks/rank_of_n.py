@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ithaca
 from ithaca.config import add_stack_options, read_stack
 from ithaca.engine.model.presets import PRESETS
+from ithaca.engine.model.shrink import cut
 from ithaca.planner.dry_run.kernels import DryKernel
 from ithaca.stack import require
 
@@ -40,7 +41,21 @@ def shape_of(preset: str) -> tuple[str, int, dict[str, Any]]:
     return sizes.pop("model_type"), sizes.pop("num_hidden_layers"), sizes
 
 
-SHAPES = {name: shape_of(name) for name in ("llama3_8b", "llama32_1b", "llama32_3b", "qwen3_32b")}
+SHAPES = {
+    name: shape_of(name)
+    for name in (
+        "llama3_8b", "llama32_1b", "llama32_3b", "qwen3_32b", "qwen3_30b_a3b", "gpt_oss_20b", "qwen3_next_80b_a3b", "qwen35_9b",
+    )
+}  # fmt: skip
+
+
+def config_of(shape: tuple[str, int, dict[str, Any]], layers: int, **more: Any) -> Any:
+    """Hugging Face's, of the first layers of a shape, for any length."""
+    from transformers import AutoConfig  # here: it takes seconds to import
+
+    family, depth, sizes = shape
+    fields = cut(sizes | {"num_hidden_layers": depth}, depth, list(range(layers)))
+    return AutoConfig.for_model(family, **fields, max_position_embeddings=2**24, **more)
 
 
 class Marks:
@@ -124,12 +139,12 @@ def measure(
     shape: an entry of SHAPES. one_call: cuDNN does not tile its queries. `each` gets the record of every step as it ends; a
     true answer ends the run.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # here: it takes seconds to import
+    from transformers import AutoModelForCausalLM  # here: it takes seconds to import
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    family, depth, sizes = shape
+    depth = shape[1]
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    config = AutoConfig.for_model(family, num_hidden_layers=layers, max_position_embeddings=2**24, **sizes)
+    config = config_of(shape, layers)
     with on:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     run = ithaca.prepare(model, stack, device=on)

@@ -53,7 +53,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_of_n import SHAPES, Marks, size, whole_depth
+from rank_of_n import SHAPES, Marks, config_of, size, whole_depth
 from rank_of_n import measure as measure_rank
 from torch import Tensor, nn
 
@@ -113,16 +113,10 @@ class Case:
         return ALL_SHAPES[self.shape][2]["vocab_size"]
 
     def model(self) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM  # here: only a case needs it
+        from transformers import AutoModelForCausalLM  # here: only a case needs it
 
-        family, _, sizes = ALL_SHAPES[self.shape]
-        config = AutoConfig.for_model(
-            family,
-            num_hidden_layers=self.layers,
-            max_position_embeddings=2**24,
-            use_cache=False,  # as every trainer sets it: a cache would hold keys and values once more
-            **sizes,
-        )
+        # no cache, as every trainer sets it: it would hold keys and values once more
+        config = config_of(ALL_SHAPES[self.shape], self.layers, use_cache=False)
         torch.manual_seed(0)
         with self.device:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -143,13 +137,24 @@ class Work:
     details: str = ""  # for the notes of the row
 
 
-def hugging_face(case: Case, *, checkpoint: bool = False, liger: bool = False, offload: bool = False) -> Work:
+def hugging_face(
+    case: Case,
+    *,
+    checkpoint: bool = False,
+    liger: bool = False,
+    offload: bool = False,
+    attention: str = "sdpa",
+    compiled: bool = False,
+) -> Work:
     if liger:  # before the model is built: it replaces classes
         kernels = importlib.import_module("liger_kernel.transformers")
         getattr(kernels, f"apply_liger_kernel_to_{ALL_SHAPES[case.shape][0]}")()
     model, ids = case.model(), case.tokens().to(case.device)
+    model.set_attn_implementation(attention)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False}, offload=offload)
+    if compiled:
+        model.compile()
     return Work(model, lambda: model(input_ids=ids, labels=ids).loss)
 
 
@@ -217,11 +222,12 @@ def shifted(ids: Tensor) -> Tensor:
 class Recipe:
     what: str
     start: Callable[[Case], Work] | None  # None: a stack of ours
-    needs: str = ""  # a package beside torch and transformers
+    needs: str = ""  # packages beside torch and transformers, comma between them
     cpu: bool = True  # runs without a GPU
 
 
 HF = "Hugging Face model, SDPA"
+FA4 = "Hugging Face model, attn_implementation=flash_attention_4"
 CHECKPOINTED = partial(hugging_face, checkpoint=True)
 RECIPES = {
     "hf": Recipe(f"{HF}, as it comes", hugging_face),
@@ -231,6 +237,15 @@ RECIPES = {
         partial(hugging_face, liger=True), "liger_kernel", cpu=False,
     ),
     "hf+ckpt+liger": Recipe(f"{HF}, checkpointing, Liger", partial(CHECKPOINTED, liger=True), "liger_kernel", cpu=False),
+    "hf+liger+fa4": Recipe(
+        f"{FA4}, Liger",
+        partial(hugging_face, liger=True, attention="flash_attention_4"), "liger_kernel,flash_attn.cute", cpu=False,
+    ),
+    "hf+ckpt+liger+fa4": Recipe(
+        f"{FA4}, checkpointing, Liger",
+        partial(CHECKPOINTED, liger=True, attention="flash_attention_4"), "liger_kernel,flash_attn.cute", cpu=False,
+    ),
+    "hf+compile": Recipe(f"{HF}, torch.compile of the whole model", partial(hugging_face, compiled=True), cpu=False),
     "hf+ckpt+liger+offload": Recipe(
         f"{HF}, checkpointing with offload=True (layer inputs in pinned host memory, copied on the compute stream), Liger",
         partial(CHECKPOINTED, liger=True, offload=True), "liger_kernel", cpu=False,
@@ -415,8 +430,9 @@ def summary(steps: list[dict[str, Any]], case: Case, ranks: int | None) -> dict[
 def machine(on: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name() if on.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
-    with suppress(importlib.metadata.PackageNotFoundError):
-        versions["liger-kernel"] = importlib.metadata.version("liger-kernel")
+    for name in ("liger-kernel", "flash-attn-4", "flash-linear-attention"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "as it comes"
     return {"device": name, "python": platform.python_version(), **versions, "allocator": allocator}
 
@@ -450,9 +466,11 @@ def main() -> None:
         left = options.seconds - (time.monotonic() - began)
         record: dict[str, Any] = {"date": str(date.today()), "commit": commit(), "recipe": recipe, "context": context}
         record.update(shape=options.shape, layers=options.layers, rank_of=options.rank_of, steps=[])
-        missing = RECIPES[recipe].needs if recipe in RECIPES else ""
-        if missing and importlib.util.find_spec(missing) is None:
-            record["status"] = f"not run: {missing} is not installed"
+        missing = (
+            [name for name in RECIPES[recipe].needs.split(",") if not installed(name)] if recipe in RECIPES else []
+        )
+        if missing:
+            record["status"] = f"not run: {' and '.join(missing)} not installed"
         elif recipe in given_up:
             record["status"] = f"not run: {given_up[recipe]}"
         elif left <= 0:
@@ -471,6 +489,13 @@ def main() -> None:
         base.with_suffix(".md").write_text(page(records, options))
         print(f"[{at + 1}/{len(cases)}] {short(context)} {recipe}: {progress(record)}", flush=True)
     print(f"\n{page(records, options)}\n{base.with_suffix('.md')}", flush=True)
+
+
+def installed(package: str) -> bool:
+    try:
+        return not package or importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what a part is of
+        return False
 
 
 def start_case(

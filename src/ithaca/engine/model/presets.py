@@ -101,6 +101,19 @@ _REAL: dict[str, dict[str, Any]] = {
             ),
         },
     ),
+    "qwen3_next_80b_a3b": dict(  # of four layers three are gated delta nets
+        NO_SPECIAL, model_type="qwen3_next", hidden_size=2048, intermediate_size=5120, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=2, head_dim=256,
+        num_experts=512, num_experts_per_tok=10, norm_topk_prob=True, vocab_size=151936, max_position_embeddings=262144,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4, rope_parameters=_rope(10000000.0, partial_rotary_factor=0.25),
+    ),
+    "qwen35_9b": dict(  # sizes as transformers has them for Qwen3_5TextConfig, which names this model
+        NO_SPECIAL, model_type="qwen3_5_text", hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=256, vocab_size=248320, max_position_embeddings=262144,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4, rope_parameters=_rope(10000000.0, partial_rotary_factor=0.25),
+    ),
 }  # fmt: skip
 
 _SMALL = dict(
