@@ -188,10 +188,13 @@ def test_the_list_begins_with_what_computes_least():
     assert stacks("8xH100", ulysses=3) == []
 
 
-def counted(stack: Stack, gpu: int, host: int = 0, kept: int = 0, context: int = 1) -> Plan:
+def counted(
+    stack: Stack, gpu: int, host: int = 0, kept: int = 0, context: int = 1, states: int = 0, away: int = 0
+) -> Plan:
     hardware = replace(parse_gpus("1xH100"), host=100)
     hardware = replace(hardware, gpu=replace(hardware.gpu, memory=100))
-    memory = DryRun({"loss": {"kept": kept}, "backward": {"kept": gpu}}, host=host, executed=4)
+    phases = {"loss": {"kept": kept}, "backward": {"kept": gpu}, "step": {"parameters": states // 2, "gradients": states // 2}}
+    memory = DryRun(phases, host=host, executed=4, offloaded=away)
     found = Plan(Job(SIZES, stack, context), hardware, memory, None, False, around=False, executed=4)
     found.fits = not found.excess
     return found
@@ -217,6 +220,17 @@ def test_no_more_is_counted_than_must_be(needs: list[int], asked: list[int], cho
 
     found = _first(listed, look, only_fit=False)
     assert looked == [place % len(listed) for place in asked] and found.stack == listed[chosen]
+
+
+@pytest.mark.parametrize(("states", "away", "counts"), [(0, 0, 3), (90, 80, 3), (102, 0, 1), (0, 90, 1)])
+def test_weights_and_states_that_do_not_fit_are_counted_once(states: int, away: int, counts: int):
+    listed, looked = stacks("8xH100"), []
+
+    def look(stack: Stack) -> Plan:
+        looked.append(stack)
+        return counted(stack, 120, states=states, away=away)
+
+    assert not _first(listed, look, only_fit=False).fits and len(looked) == counts
 
 
 def test_the_longest_context_takes_few_counts():

@@ -20,7 +20,7 @@ from ..engine.model.sizes import ModelSizes
 from ..stack import Stack
 from .flops import head_sizes, layer_windows
 from .hardware import Hardware
-from .plan import Plan
+from .plan import HOST_SHARE, Plan
 from .reasons import reasons_of
 
 GUESSES = 6  # of the longest context; behind them it is halved
@@ -144,7 +144,7 @@ def _first(stacks: list[Stack], look: Callable[[Stack], Plan], only_fit: bool) -
         if not others:
             break
         plan = look(others.pop(0))
-        if plan.fits:
+        if plan.fits or _hopeless(plan):
             return plan
         if _held_by_all(plan) > plan.budget:
             others = [stack for stack in others if not _keeps_alike(stack, plan.stack)]
@@ -158,6 +158,14 @@ def _held_by_all(plan: Plan) -> int:
     if plan.stack.offload != "gpu":
         return 0
     return sum(plan.memory.phases["loss"].get(name, 0) for name in ("parameters", "optimizer", "kept"))
+
+
+def _hopeless(plan: Plan) -> bool:
+    """Whether no stack can help: weights, gradients and states, and the copy of a checkpoint, are the same with each."""
+    memory, host = plan.memory, plan.hardware.host
+    held = sum(memory.phases.get("step", {}).get(name, 0) for name in ("parameters", "gradients", "optimizer"))
+    away = (memory.offloaded + memory.snapshot) * plan.hardware.ranks_per_node
+    return held > plan.budget or (host is not None and away > HOST_SHARE * host)
 
 
 def _keeps_alike(stack: Stack, other: Stack) -> bool:
