@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "4 = 2 ulysses × 2 data": ("qwen3", 4, dict(ulysses=2, store="host"), False),
     "4 replicas": ("olmo2", 4, dict(replicate=4), True),
     "8 = 4 ulysses × 2 ring": ("mistral", 8, dict(ulysses=4, ring=2), True),
+    "divided": ("granite", 2, dict(ulysses=2, tile=9), True),
     "experts": ("qwen3_moe", 2, dict(ulysses=2, recompute="layer"), True),
     "adapters": ("lora", 2, dict(ulysses=2, store="host"), True),
     "own code": ("glm4", 2, dict(ulysses=2), True),

@@ -36,7 +36,7 @@ def built(kind: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(("recompute", "again"), [("keep_attention", 0), ("layer", 1), ("none", 0)])
 def test_no_kernel_runs_twice_unless_asked(recompute: str, again: int):
-    model = built("granite")
+    model = built("helium")
     layers = len(model.model.layers)
     run = prepare(model, Stack(recompute=recompute, shard_parameters=False), device="cpu")
     loss = run.loss(run.shard(IDS))
@@ -114,7 +114,7 @@ def test_the_model_is_itself_outside_of_a_run():
 
 def test_hooks_do_what_they_do():
     """A hook on any part of a layer runs as in the untouched model."""
-    model = built("smollm3")
+    model = built("helium")
     own = copy.deepcopy(model)
     for each in (model, own):
         each.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, inputs, output: output * 1.5)
@@ -129,21 +129,21 @@ def test_hooks_do_what_they_do():
 
 @pytest.mark.parametrize("part", ["layers.1.mlp", "layers.0.self_attn.k_proj", "embed_tokens", "norm"])
 def test_a_hook_that_mixes_tokens_is_refused(part: str):
-    model = built("granite")
+    model = built("helium")
     model.model.get_submodule(part).register_forward_hook(lambda module, inputs, output: output + output.roll(1, 1))
     with pytest.raises(ValueError, match=rf"with what its owner changed \(model.{part} .* has a hook .*off by"):
         prepare(model, Stack(shard_parameters=False), device="cpu")
 
 
 def test_a_hook_on_the_wrapper_of_adapters_is_refused():
-    model = add_lora(built("smollm3"), 0)
+    model = add_lora(built("helium"), 0)
     model.register_forward_hook(lambda module, inputs, output: output)
     with pytest.raises(ValueError, match=r"the PEFT model .* has a hook"):
         prepare(model, Stack(shard_parameters=False), device="cpu")
 
 
 def test_a_proof_leaves_the_callers_random_numbers_alone():
-    model = built("smollm3")
+    model = built("helium")
     model.model.norm.register_forward_hook(lambda module, inputs, output: output)
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -153,7 +153,7 @@ def test_a_proof_leaves_the_callers_random_numbers_alone():
 
 
 def test_a_hook_that_comes_later_is_refused():
-    model = built("granite")
+    model = built("helium")
     run = prepare(model, Stack(shard_parameters=False), device="cpu")
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output)
     with pytest.raises(ValueError, match="was not there when the model was proven; register it before prepare"):
@@ -175,12 +175,12 @@ def test_what_is_refused(kind: str, changes: dict[str, Any], said: str):
 
 def test_engines_of_the_table_are_not_for_it():
     with pytest.raises(ValueError, match="engine='module'"):
-        prepare(built("granite"), Stack(engine="streamed", shard_parameters=False), device="cpu")
+        prepare(built("helium"), Stack(engine="streamed", shard_parameters=False), device="cpu")
 
 
 def test_what_is_in_a_store_is_not_held_beside_it():
     """A layer's input waits in the store alone: on a GPU that is what the store is for."""
-    model = built("granite")
+    model = built("helium")
     seen: list[weakref.ref[Any]] = []
     model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0].untyped_storage())))
     run = prepare(model, Stack(recompute="layer", store="host", shard_parameters=False), device="cpu")
@@ -192,7 +192,7 @@ def test_what_is_in_a_store_is_not_held_beside_it():
 
 
 def test_a_host_without_room_is_told_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch):
-    model = built("granite")
+    model = built("helium")
     layers, hidden = len(model.model.layers), model.config.hidden_size
     mixed = ("layer",) + ("keep_attention",) * (layers - 1)
     run = prepare(model, Stack(recompute=mixed, store="host", shard_parameters=False), device="cpu")

@@ -106,7 +106,7 @@ def test_folders_that_hold_no_decoder(tmp_path: Path, reader: str, settings: dic
     assert said in str(caught.value) and "\n" not in str(caught.value) and "ithaca docs families" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["llama", "granite"])
+@pytest.mark.parametrize("kind", ["llama", "helium"])
 def test_a_quantised_folder_is_not_verified_as_if_it_were_not(tmp_path: Path, kind: str):
     settings = {**LLAMA, "model_type": kind, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -115,11 +115,11 @@ def test_a_quantised_folder_is_not_verified_as_if_it_were_not(tmp_path: Path, ki
 
 
 def test_a_type_that_its_owner_registered_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from transformers import AutoConfig, GraniteConfig
+    from transformers import AutoConfig, HeliumConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
-    kind: Any = type("MineConfig", (GraniteConfig,), {"model_type": "mine"})
+    kind: Any = type("MineConfig", (HeliumConfig,), {"model_type": "mine"})
     AutoConfig.register("mine", kind)
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mine"}))
     assert type(model_config(Model(folder=str(tmp_path), random_init=True), 64)).__name__ == "MineConfig"
@@ -132,7 +132,7 @@ class Remote(PreTrainedModel):
     """What a folder with code of its own makes."""
 
     def __init__(self) -> None:
-        super().__init__(smallest("granite"))
+        super().__init__(smallest("helium"))
         self.embed = nn.Embedding(8, 8)
 
 
@@ -166,7 +166,7 @@ def with_config(kind: str) -> Any:
 
 
 def with_compiled(part: str) -> Any:
-    model = built("granite")
+    model = built("helium")
     parent, _, name = part.rpartition(".")
     setattr(model.get_submodule(parent), name, torch.compile(model.get_submodule(part), backend="eager"))
     return model
@@ -178,18 +178,18 @@ def with_compiled(part: str) -> Any:
         (encoder, "has an encoder, and only decoders can be trained here: pass a model that predicts the next token"),
         (Remote, "Remote is code of its own (tests.engine.test_refusals), not a class of transformers"),
         (
-            lambda: quantised("granite"),
+            lambda: quantised("helium"),
             "down_proj.weight is a parameter of torch.int8, and there is no exact path for that; load",
         ),
         (
             lambda: quantised("llama"),
             "down_proj.weight is a parameter of torch.int8, and there is no exact path for that; load",
         ),
-        (lambda: with_config("granite"), "the model is quantised (config.quantization_config)"),
+        (lambda: with_config("helium"), "the model is quantised (config.quantization_config)"),
         (lambda: with_config("llama"), "the model is quantised (config.quantization_config)"),
         (
-            lambda: torch.compile(built("granite"), backend="eager"),
-            "GraniteForCausalLM was compiled; prepare the model without torch.compile",
+            lambda: torch.compile(built("helium"), backend="eager"),
+            "HeliumForCausalLM was compiled; prepare the model without torch.compile",
         ),
         (
             lambda: torch.compile(built("llama"), backend="eager"),
@@ -201,11 +201,11 @@ def with_compiled(part: str) -> Any:
         ),
         (
             lambda: with_compiled("model.layers.0"),
-            "model.layers.0 (GraniteDecoderLayer) was compiled; prepare the model",
+            "model.layers.0 (HeliumDecoderLayer) was compiled; prepare the model",
         ),
         (
             lambda: with_compiled("model.layers.1.mlp"),
-            "model.layers.1.mlp (GraniteMLP) was compiled; prepare the model",
+            "model.layers.1.mlp (HeliumMLP) was compiled; prepare the model",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_models_that_cannot_be_prepared(make: Callable[[], nn.Module], said: str
 
 @pytest.mark.parametrize("name", ["GradientCheckpointingLayer", "AttentionInterface", "AttentionMaskInterface"])
 def test_a_transformers_without_the_interface(monkeypatch: pytest.MonkeyPatch, name: str):
-    model = built("granite")
+    model = built("helium")
     if name == "GradientCheckpointingLayer":
         monkeypatch.delattr(modeling_layers, name)
     else:
@@ -248,7 +248,7 @@ def test_all_ranks_end_together(workers, changed: int):
     """A hook on one rank alone, as somebody puts it there to look at what passes."""
     for text in workers.run(refuse_on_ranks, changed, "llama", world=2):
         assert text.startswith(f"rank {changed}: LlamaForCausalLM cannot be prepared: ") and "has a hook" in text
-    for text in workers.run(refuse_on_ranks, changed, "granite", world=2):
+    for text in workers.run(refuse_on_ranks, changed, "helium", world=2):
         assert "is another model on rank " in text and "change it on every rank, or on none" in text
 
 
@@ -307,7 +307,7 @@ def method(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("llama", [adapted, hooked, scaled]), ("granite", [normed, activated, method])]
+    ("kind", "changes"), [("llama", [adapted, hooked, scaled]), ("helium", [normed, activated, method])]
 )
 def test_a_changed_model_is_exact_by_its_own_code(kind: str, changes: list[Callable[[Any], None]]):
     model = built(kind)
@@ -363,7 +363,7 @@ def shared(model: Any) -> None:
     ],
 )
 def test_what_a_change_may_not_do(change: Callable[[Any], Any], said: str):
-    model = built("granite")
+    model = built("helium")
     change(model)
     before = [p.grad for p in model.parameters()]
     weights = (lambda run: None) if next(model.parameters()).is_meta else None
@@ -373,7 +373,7 @@ def test_what_a_change_may_not_do(change: Callable[[Any], Any], said: str):
 
 
 def test_an_untouched_model_has_no_changes():
-    for model in (built("granite"), add_lora(built("llama"), 0).get_base_model(), built("gpt2").to(torch.bfloat16)):
+    for model in (built("helium"), add_lora(built("llama"), 0).get_base_model(), built("gpt2").to(torch.bfloat16)):
         assert owner_changes(model) == []
 
 
@@ -409,7 +409,7 @@ def test_angles_that_stay_in_float32_have_a_longest_document(
     blur = (frequency * far.float()).double() - frequency.double() * far.double()
     assert 0.9 * 2**-9 < float(blur.abs().max()) <= 2**-9
     monkeypatch.setattr(Angles, "sound", lambda self, hidden: False)
-    model = built("granite")
+    model = built("helium")
     hooked(model)  # so that a proof is made, not found
     with caplog.at_level(logging.WARNING, "ithaca"):
         run = prepare(model, Stack(shard_parameters=False), device="cpu")
@@ -417,6 +417,6 @@ def test_angles_that_stay_in_float32_have_a_longest_document(
     monkeypatch.setattr(own_module, "FLOAT32_POSITIONS", 20)
     run.loss(run.shard(IDS, documents=[[20, 12], [12, 20]])).backward()
     with pytest.raises(
-        ValueError, match="a document of 32 tokens is too long for GraniteForCausalLM: its rotary module"
+        ValueError, match="a document of 32 tokens is too long for HeliumForCausalLM: its rotary module"
     ):
         run.loss(run.shard(IDS))

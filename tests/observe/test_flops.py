@@ -92,7 +92,7 @@ def test_beyond_64_bits():
     assert flops == 6 * 7_504_658_432 * length + 12 * 128 * 32 * 32 * (length * (length + 1) // 2) > 2**63
 
 
-@pytest.mark.parametrize("kind", ["granite", "glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["helium", "glm4_moe", "deepseek_v3", "gpt_oss"])
 def test_a_model_without_arithmetic_of_its_own(kind: str):
     """Its weights are those of its parts; here counted from the modules."""
     config = smallest(kind)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 
+from ithaca.engine.model.families import FAMILIES
 from ithaca.engine.model.presets import TINY
 from ithaca.stack import Stack
 from ithaca.verify.case import ALL, Case, run_case
@@ -19,7 +21,22 @@ ODD = {"5 tokens: loss", "ranks without loss: loss", "accumulation: loss"}
 ODD_CHECKS = ("short", "unsupervised", "accumulation")
 
 
-@pytest.mark.parametrize("model", TINY)
+# Rows of the table that need no code of their own beside those above: fewer checks here, the full stack in `make families`.
+PLAIN = ["tiny_olmo3", "tiny_ministral", "tiny_arcee", "tiny_seed_oss", "tiny_gemma", "tiny_olmoe", "tiny_qwen2_moe"]
+LONG = os.environ.get("ITHACA_FAMILIES") == "long"
+
+
+@pytest.mark.parametrize("model", PLAIN)
+def test_rows_of_the_table(model):
+    """Tiles and stages of one rank; packed with adapters."""
+    stack = Stack(heads_per_stage=2, tile=61, recompute="layer", engine="streamed", shard_parameters=False)
+    items = run_case(Case(model, stack, length=197), ("plain",))
+    items += run_case(Case(model, stack, length=197, lora=True), ("packed",))
+    assert {item.name.split(" (")[0] for item in items} >= {"loss", "gradients", "packed loss", "packed gradients"}
+    assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
+
+
+@pytest.mark.parametrize("model", [name for name in TINY if LONG or name not in PLAIN])
 def test_full_stack(workers, model):
     stack = replace(FULL, heads_per_stage=STAGES.get(model, 2))
     case = Case(model, stack, world=4, length=LENGTH)
@@ -27,7 +44,7 @@ def test_full_stack(workers, model):
     checks = tuple(name for name in ALL if odd or name not in ODD_CHECKS)
     items = workers.run(run_case, case, checks, world=4)[0]
     assert {item.name for item in items} >= (PROBES | ODD if odd else PROBES)
-    windows = model in ("tiny_mistral", "tiny_mixtral", "tiny_gemma3")
+    windows = "sliding_window" in TINY[model]
     assert ("sliding window" in {item.name for item in items}) == windows
     missed = [f"{item.name}: {item.error:.2e} > {item.limit:.0e} at {item.where}" for item in items if not item.ok]
     assert not missed
@@ -101,7 +118,14 @@ def test_odd_heads(workers, heads, kv_heads, ulysses, heads_per_stage):
     assert [(item.name, item.error, item.where) for item in items if not item.ok] == []
 
 
-@pytest.mark.parametrize("model", [name for name in TINY if name not in ("tiny_mixtral", "tiny_qwen3_moe")])
+@pytest.mark.parametrize(
+    "model",
+    [
+        name
+        for name in TINY
+        if not FAMILIES[TINY[name]["model_type"]].experts and (LONG or name not in PLAIN or "olmo" in name)
+    ],
+)
 def test_bf16_rounds_where_the_family_does(model):
     """A family that computes a step in float32 (OLMo-2 rotates there) is further from float32 if we round earlier: 1.12."""
     case = Case(model, Stack(shard_parameters=False, tile=200), 1, "cpu", "bfloat16", 509)

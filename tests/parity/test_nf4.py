@@ -37,6 +37,7 @@ def model_of(kind: str) -> Any:
         wide: dict[str, Any] = dict(intermediate_size=128)
         if "moe" in kind:  # the reference has no loss of the router
             wide |= dict(moe_intermediate_size=64, output_router_logits=False)
+            wide |= dict(shared_expert_intermediate_size=64) if kind == "qwen2_moe" else {}
         model = tiny(kind, **wide)
     return add_lora(model, 2)
 
@@ -119,6 +120,9 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "1": ("llama3", 1, dict(), True),
     "2 ulysses, store, stages": ("qwen3", 2, dict(ulysses=2, heads_per_stage=1, store="host", tile=7), True),
     "experts": ("qwen3_moe", 2, dict(ulysses=2, tile=7), True),
+    "scaled": ("granite", 2, dict(ulysses=2, heads_per_stage=1), True),
+    "two linears, biases": ("starcoder2", 2, dict(ring=2, tile=9), True),
+    "a shared expert": ("qwen2_moe", 1, dict(tile=9), True),
     "4 = 2 replicas × 2 ring": ("gemma3", 4, dict(replicate=2, ring=2), False),
     "whole on each of 2": ("llama3", 2, dict(shard_parameters=False, ulysses=2), False),
 }

@@ -158,7 +158,7 @@ if LONG:
         Stack(ring=4, recompute="layer"), Stack(ulysses=4, store="disk"), Stack(ulysses=2, replicate=2, recompute="none"),
     ]  # fmt: skip
     WINDOWED = ["tiny_mistral", "tiny_gemma3", "gpt_oss", "gemma2"]
-    OTHERS = ["tiny_llama3", "tiny_olmo2", "glm4", "smollm3", "deepseek_v3"]
+    OTHERS = ["tiny_llama3", "tiny_olmo2", "tiny_granite", "tiny_ministral3", "glm4", "smollm3", "deepseek_v3"]
     TRIALS += [Trial("olmo3", Stack(ulysses=2, tile=9), WINDOW, rows=2, seed=8)]
     TRIALS += [
         Trial(model, stack, WINDOW if model in WINDOWED else {}, rows=2, seed=seed)

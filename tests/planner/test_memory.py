@@ -36,6 +36,8 @@ CASES = [
     # where the embedding's gradient is the largest; where the second tile of the loss is a short one
     ("llama3_8b", 8 * K, 8, Stack(ulysses=8), 0, "fa4"),
     ("qwen3_32b", 64 * K, 16, Stack(ulysses=8, ring=2), 0, "fa4"),
+    # every stage projects the heads of all, to norm them together
+    ("olmo3_7b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
 ]  # fmt: skip
 if LONG:
     CASES += [
@@ -49,6 +51,9 @@ if LONG:
         ("llama3_8b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=4, store="disk", hold=False, tile=16384), 0, "fa4"),
         ("llama3_8b", 128 * K, 2, Stack(ulysses=2, heads_per_stage=8, store="host", tile=16384), 16, "fa4"),
         ("qwen3_32b", 512 * K, 16, Stack(ulysses=8, ring=2, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
+        # logits that are divided; layers that turn nothing
+        ("granite33_8b", 64 * K, 2, Stack(ulysses=2, tile=None, recompute="none"), 16, "fa4"),
+        ("smollm3_3b", 256 * K, 4, Stack(ulysses=4, heads_per_stage=1, store="host", tile=16384), 0, "fa4"),
         # where attention is the largest, and tiles are many
         ("mistral_7b", 64 * K, 1, Stack(heads_per_stage=8, store="host"), 0, "flash"),
     ]  # fmt: skip

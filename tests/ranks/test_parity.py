@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from ithaca.engine.model.families import FAMILIES
+from ithaca.engine.model.presets import TINY
 from ithaca.verify.case import BFLOAT16_LIMIT, Case
 from ithaca.verify.matrix import cases, cover
 from ithaca.verify.reference import SINGLE_LIMIT
@@ -27,7 +29,7 @@ def cases_of(world: int) -> list[Case]:
 
 
 CASES = {f"{world}-{i}-{case.model}": case for world in (2, 4, 8) for i, case in enumerate(cases_of(world))}
-DENSE = {name: case for name, case in CASES.items() if case.model not in ("mixtral", "qwen3_moe")}
+DENSE = {name: case for name, case in CASES.items() if not FAMILIES[TINY[f"tiny_{case.model}"]["model_type"]].experts}
 
 
 @pytest.mark.parametrize("name", CASES)

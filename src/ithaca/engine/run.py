@@ -315,14 +315,14 @@ class Run:
             return self.decoder.head_function(self.ranks)
         decoder, head = self.decoder, bind_linear(self.decoder.head)
         weights = [leaf.parameter for leaf in head.leaves] + list(decoder.norm.parameters())
-        return (lambda t: head(decoder.normed(t))), weights
+        return (lambda t: decoder.logits(head, t)), weights
 
     @holds("residual")
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Embedding and layers. -> what the head function takes, router sums of each layer"""
         if isinstance(self.decoder, OwnDecoder):
             return self.decoder.hidden(self, batch), []
-        x = self.decoder.embedding(batch.input_ids)
+        x = self.decoder.embed(batch.input_ids)
         wide = torch.promote_types(x.dtype, torch.float32) if self.decoder.family.wide_rope else x.dtype
         places = {
             kind: Positions(self.decoder.rope(kind, batch.longest), batch.positions, wide)

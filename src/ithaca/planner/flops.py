@@ -98,12 +98,15 @@ def matmul_weights(config: Any) -> int:
 
 
 def _mlp_weights(config: Any, layer: int) -> int:
-    gated = 3 * config.hidden_size  # gate, up, down
-    family = _family(config)
+    hidden, family = config.hidden_size, _family(config)
+    linears = hidden * (3 if family is None else len(family.mlp))  # gate, up, down
     if family is None or not family.experts or not _is_sparse(config, layer):
-        return gated * config.intermediate_size
+        return linears * config.intermediate_size
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return gated * width * config.num_experts_per_tok + config.hidden_size * config.num_local_experts  # and the router
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    gates = hidden * (experts + bool(shared))  # the router's, and that of a shared expert
+    return linears * (width * config.num_experts_per_tok + shared) + gates
 
 
 def _is_sparse(config: Any, layer: int) -> bool:

@@ -133,7 +133,7 @@ def _attention(job: Job, rows: int, older: bool) -> float:
 def _products(job: Job, tokens: float) -> float:
     """Operations of a rank that multiply weights."""
     model, stack = job.model, job.stack
-    experts = 3 * model.hidden * model.intermediate * model.active_experts
+    experts = 3 * model.hidden * model.intermediate * model.active_experts + model.shared_weights
     layer = model.attention_weights + (experts if model.experts else model.mlp_weights)
     passes = FORWARD + BY_INPUT + (0 if job.lora else BY_WEIGHT)
     kept = sum(stack.recompute_of(index) == "none" and stack.tile is None for index in range(model.layers))

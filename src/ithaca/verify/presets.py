@@ -50,11 +50,12 @@ def shrink(config: Any) -> Any:
     if getattr(config, "head_dim", None):
         # a head size that is not hidden_size / heads is a quirk to keep
         changes["head_dim"] = 8 if config.head_dim * heads == config.hidden_size else 16
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
+    by_layer = {name: list(said) for name in ("layer_types", "no_rope_layers") if (said := getattr(config, name, None))}
+    if by_layer:
+        kinds = list(zip(*by_layer.values(), strict=True))
         first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         kept = sorted(first + [i for i in range(len(kinds)) if i not in first][: max(0, 2 - len(first))])
-        changes["layer_types"] = [kinds[i] for i in kept]
+        changes |= {name: [said[i] for i in kept] for name, said in by_layer.items()}
         changes["num_hidden_layers"] = len(kept)
     else:
         changes["num_hidden_layers"] = min(2, config.num_hidden_layers)
@@ -66,6 +67,8 @@ def shrink(config: Any) -> Any:
             changes["num_experts_per_tok"] = min(config.num_experts_per_tok, 2)
     if getattr(config, "moe_intermediate_size", None):
         changes["moe_intermediate_size"] = 32
+    if getattr(config, "shared_expert_intermediate_size", None):
+        changes["shared_expert_intermediate_size"] = 48
     if getattr(config, "mlp_only_layers", None):
         changes["mlp_only_layers"] = []
     fields = config.to_dict()
@@ -93,7 +96,7 @@ def add_lora(model: nn.Module, seed: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ValueError("LoRA needs the package peft; install it with: pip install 'ithaca[peft]'") from None
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "c_fc", "c_proj"]
     linears = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     mixers = sorted(name for name in linears if name.startswith("in_proj"))
     names += [*mixers, "out_proj"] if mixers else []

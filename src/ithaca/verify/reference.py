@@ -60,7 +60,7 @@ class Measured:
 class Reference:
     def __init__(self, model: nn.Module, dtype: str, device: str) -> None:
         self.device = torch.device(device)
-        self.angle = FLOAT32_ANGLE * (1.0 if model_type(model) in FAMILIES else _sharpness(model))
+        self.angle = FLOAT32_ANGLE * _sharpness(model)
         model = by_formulas(copy.deepcopy(model)) if self.device.type == "cpu" else model
         self.wide = copy.deepcopy(model).to(device)
         if self.device.type == "cuda" and getattr(base_model(self.wide), "_supports_sdpa", True):

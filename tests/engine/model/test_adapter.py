@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import MethodType
 from typing import Any
 
@@ -47,6 +48,61 @@ def test_windows_scales_and_routers_are_the_models_own():
     assert [layer.router is None for layer in moe.layers] == [False, True, False] and moe.router_weight == 0.05
     assert read_model(tiny("qwen3_moe", output_router_logits=False)).router_weight == 0.0
     assert [layer.window for layer in read_model(tiny("mistral")).layers] == [96, 96]
+
+
+def test_multipliers_and_layers_that_turn_nothing_are_the_models_own():
+    granite = read_model(tiny("granite"))
+    assert (granite.embedding_multiplier, granite.logit_divisor) == (12.0, 3.0)
+    assert [(layer.residual, layer.scale) for layer in granite.layers] == [(0.22, 0.25)] * 2
+    smol = read_model(tiny("smollm3"))
+    assert [(layer.rotates, layer.window) for layer in smol.layers] == [(True, None), (False, None), (False, 88)]
+    plain = read_model(tiny("llama3"))
+    assert (plain.embedding_multiplier, plain.logit_divisor, plain.layers[0].residual) == (1.0, 1.0, 1.0)
+    assert plain.layers[0].rotates and plain.layers[0].query_scale is None
+
+
+def test_queries_are_scaled_by_whole_numbers_at_any_length():
+    """transformers divides in float32, which has no odd numbers beyond 2**24."""
+    scale = read_model(tiny("ministral3")).layers[0].query_scale
+    assert scale is not None and (scale.beta, scale.trained) == (0.3, 64)
+    for position in (0, 63, 64, 2**25 - 1, 2**25, 10**8 + 63):
+        wanted = 1 + 0.3 * math.log(1 + position // 64)
+        assert float(scale(torch.tensor(position))) == pytest.approx(wanted, rel=1e-6)
+    model = tiny("ministral3")
+    model.config.rope_parameters = model.config.rope_parameters | {"llama_4_scaling_beta": None}
+    assert "rope_parameters needs llama_4_scaling_beta" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "words"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "config.clip_qkv=8.0 cuts off queries, keys and values"),
+        (
+            "smollm3",
+            {"use_sliding_window": False},
+            "makes layer 2 sliding_attention, but the window of its attention is None",
+        ),
+        ("seed_oss", {"residual_dropout": 0.1}, "config.residual_dropout=0.1 makes results random; set it to 0.0"),
+        ("starcoder2", {"embedding_dropout": 0.1}, "config.embedding_dropout=0.1 makes results random; set it to 0.0"),
+        ("gemma", {"use_bidirectional_attention": True}, "only causal attention is supported"),
+    ],
+)
+def test_what_a_row_does_not_know_is_refused(preset: str, changes: dict[str, Any], words: str):
+    assert words in refusal(tiny(preset, **changes))
+
+
+@pytest.mark.parametrize(
+    ("preset", "part", "name"),
+    [
+        ("granite", "model", "embedding_multiplier"),
+        ("granite", "model.layers.1", "residual_multiplier"),
+        ("smollm3", "model.layers.0.self_attn", "use_rope"),
+    ],
+)
+def test_numbers_that_were_changed_behind_the_config_are_refused(preset: str, part: str, name: str):
+    model = tiny(preset)
+    setattr(model.get_submodule(part), name, 0)
+    assert f"{part}.{name} is 0, but model.config makes it" in refusal(model)
 
 
 def test_an_unknown_family_is_named_with_those_that_are_known():

@@ -54,8 +54,8 @@ def test_tokens_are_those_of_transformers(workers: Workers, name: str):
     assert len({tuple(each) for each in wanted}) == 3
 
 
-@pytest.mark.parametrize("preset", ["gemma3", "qwen3_moe"])
-def test_families_with_windows_or_experts(workers: Workers, preset: str):
+@pytest.mark.parametrize("preset", ["gemma3", "qwen3_moe", "granite", "smollm3", "ministral3"])
+def test_families_with_quirks(workers: Workers, preset: str):
     wanted = theirs(preset, 70)
     for found in workers.run(ours, preset, [70], dict(ring=2), world=2):
         assert found == [wanted]

@@ -45,7 +45,7 @@ def test_on_four_ranks(workers, kind: str):
 
 @pytest.mark.parametrize("length", [1, 40])
 def test_alone(length: int):
-    ours, theirs = both("smollm3", Stack(shard_parameters=False), length)
+    ours, theirs = both("cohere2", Stack(shard_parameters=False), length)
     assert ours == theirs
 
 

@@ -55,10 +55,10 @@ def graph(rank: RankCost) -> int:
 
 def graph_after(rank: RankCost) -> int:
     """What autograd keeps of the untiled half behind attention."""
-    wide = 4 if rank.learns("down_proj") else 3  # gate, up, the activation, and down's input
-    narrow = (
-        3 if rank.learns("gate_proj", "up_proj") else 2
-    )  # the attention output's projection, the residual, gate's input
+    *inner, outer = rank.model.traits.mlp
+    wide = 3 if len(inner) > 1 else 1  # gate, up, the activation; or what the activation keeps
+    wide += 1 if rank.learns(outer) else 0  # and down's input
+    narrow = 3 if rank.learns(*inner) else 2  # the attention output's projection, the residual, gate's input
     rms = FP32
     return rank.vectors * (BF16 * (wide * rank.model.intermediate + narrow * rank.model.hidden) + rms)
 
@@ -91,12 +91,15 @@ def tile_after(rank: RankCost, backward: bool) -> int:
     """A tile of the half behind attention: o_proj, residual, norm, MLP."""
     model, vectors = rank.model, rank.rows * rank.tile
     wide = model.intermediate * (model.active_experts or 1)
+    *inner, _ = model.traits.mlp
     if backward:
-        wider = 6 * wide  # gate, up, activation, and their gradients
-        narrow = 3 if rank.learns("gate_proj", "up_proj") else 2  # the input of gate and up is kept for their gradients
+        wider = 6 * wide if len(inner) > 1 else 4 * wide  # gate, up, activation, and their gradients
+        wider += 4 * model.shared  # the graph of the shared expert beside that of the others
+        narrow = 3 if rank.learns(*inner) else 2  # the input of gate and up is kept for their gradients
         return vectors * BF16 * (wider + narrow * model.hidden)
-    adapted = 1 if "up_proj" in rank.job.adapters else 0  # up's adapter beside gate, up and their product
-    return vectors * BF16 * ((3 + adapted) * wide + 3 * model.hidden)
+    adapted = 1 if inner[-1] in rank.job.adapters else 0  # up's adapter beside gate, up and their product
+    narrow = 4 if model.shared else 3  # what the shared expert has made waits for the others
+    return vectors * BF16 * ((3 + adapted) * max(wide, model.shared) + narrow * model.hidden)
 
 
 def tile_project(rank: RankCost, t: int) -> int:
@@ -106,13 +109,19 @@ def tile_project(rank: RankCost, t: int) -> int:
     normed = token * model.hidden
     q, k = token * stage.heads * model.head_dim, token * stage.distinct_kv_heads * model.head_dim
     chosen = 0  # rows of the weights, where a stage takes some of them
+    cut = 0  # where all heads are normed together, all of them are projected, normed, and then cut
     if len(rank.attention.stages) > 1:
-        chosen = (stage.heads + 2 * stage.new_kv_heads) * model.head_dim * model.hidden * BF16
-    rotating = 4  # a projection, its two halves turned, and the result
+        whole = model.traits.qk_norm == "whole"
+        rows = 2 * stage.new_kv_heads + stage.heads if not whole else stage.new_kv_heads
+        chosen = rows * model.head_dim * model.hidden * BF16
+        cut = 2 * token * model.heads * model.head_dim if whole else 0
+    rotating = (
+        7 if model.traits.wide_rope else 4
+    )  # a projection, its two halves turned (in fp32, if wide), and the result
     adapting = 2  # an adapter's product, and the same scaled
     of_q = (rotating + (adapting if "q_proj" in adapters else 0)) * q
     of_kv = q + (rotating + (adapting if adapters & {"k_proj", "v_proj"} else 0)) * k  # beside q, which is done
-    return normed + max(of_q, of_kv) + chosen
+    return normed + max(of_q, of_kv, cut) + chosen
 
 
 def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
@@ -120,6 +129,9 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     model, stage = rank.model, rank.attention.stages[t]
     token = rank.rows * rank.projection_tile * BF16
     heads = stage.heads + 2 * stage.new_kv_heads
+    whole = model.traits.qk_norm == "whole"
+    if whole:
+        heads = model.heads + model.kv_heads + stage.new_kv_heads  # q and k of all heads are made for each stage
     weight_gradients = 2 * heads * model.head_dim * model.hidden * BF16  # and the rows of the weights themselves
     if kept_graph and len(rank.attention.stages) == 1:  # nothing is projected again: q's rotation is undone
         turned = 7 * stage.q_sent // 2
@@ -132,13 +144,19 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     narrow = (5 + alone) * token * model.hidden // 2
     qkv = token * heads * model.head_dim
     projected = 3 * qkv  # before and behind the rotation, and a gradient
+    if (
+        whole
+    ):  # of all heads before the norm, of the stage's behind it, and gradients: around the norm, or around the rotation
+        turned = (5 if model.traits.wide_rope else 3) * stage.heads
+        count = model.heads + model.kv_heads + stage.heads + 2 * stage.new_kv_heads + max(2 * model.heads, turned)
+        projected = token * count * model.head_dim
     if not rank.job.lora:
         return narrow + projected + alone * qkv + weight_gradients
     q = token * stage.heads * model.head_dim
     scaled = (
         q if rank.job.adapters.keys() & {"q_proj", "k_proj", "v_proj"} else 0
     )  # q's adapter's gradient before its scale
-    normed = q if model.traits.qk_norm else 0
+    normed = q if model.traits.qk_norm == "head" else 0
     return max(narrow + projected + scaled + normed, narrow + 5 * scaled) + weight_gradients
 
 

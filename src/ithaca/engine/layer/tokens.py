@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...base.holding import holds, module_holds
-from ..model.projection import Bound, project
+from ..model.projection import Bound
 from ..tiling import Gradients, differentiate, tiles
 from .call import LayerCall
 from .heads import to_heads_first
@@ -117,8 +117,8 @@ class TokenSource:
             return self.call.layer.normed(x)
 
     def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
-        rope = self.call.positions.cos_sin(tile)
-        return {name: project(bound, h, None if name == "v" else rope) for name, bound in bounds.items()}
+        places = self.call.positions
+        return self.call.layer.project(bounds, h, places.positions[:, tile], lambda: places.cos_sin(tile))
 
     def _bind(self, heads: dict[str, list[int]]) -> dict[str, Bound]:
         return {name: self.call.layer.projector.bind(name, _unique(indices)) for name, indices in heads.items()}

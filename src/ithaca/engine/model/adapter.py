@@ -20,8 +20,8 @@ from ...stack import require
 from .families import FAMILIES, Family, config_violations
 from .guard import first_of_each, model_violations, own_code_violations
 from .norm import NormKernel, apply_norm
-from .projection import Projector, adapter_violation, linear_violation
-from .rope import Rope, check_against, rope_for
+from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project
+from .rope import QueryScale, Rope, check_against, rope_for
 
 _WAY_OUT = (
     "Stack(engine='module') runs the model's own code, with what was changed in it, if that proves exact on a copy of the model, "
@@ -59,6 +59,9 @@ class Layer:
     window: int | None
     rope_type: str | None
     router: Router | None
+    rotates: bool = True
+    residual: float = 1.0  # what the layer adds is multiplied by it
+    query_scale: QueryScale | None = None
 
     def _part(self, name: str | None) -> nn.Module | None:
         return getattr(self.module, name) if name else None
@@ -77,6 +80,17 @@ class Layer:
         assert norm is not None
         return apply_norm(norm, x, self.projector.norm_kernel)
 
+    @holds("tile")
+    def project(
+        self, bounds: dict[str, Bound], h: Tensor, positions: Tensor, cos_sin: Callable[[], tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Heads of tokens at these positions [B or 1, t], rotated where the layer does that: h [B, t, d] -> [B, t, heads, D]."""
+        rope = cos_sin() if self.rotates else None
+        heads = {name: project(bound, h, None if name == "v" else rope) for name, bound in bounds.items()}
+        if self.query_scale is not None and "q" in heads:
+            heads["q"] = heads["q"] * self.query_scale(positions)[..., None, None].to(h)
+        return heads
+
     def after_parameters(self) -> list[Tensor]:
         """Trainable parameters of `after`."""
         parts = [self._part(n) for n in (self.family.after_attention, self.family.before_mlp, self.family.after_mlp)]
@@ -91,7 +105,7 @@ class Layer:
         update = module.self_attn.o_proj(attended)
         if self.family.after_attention:
             update = self._apply(self._part(self.family.after_attention), update)
-        x = x + update
+        x = x + self._scaled(update)
         inner = self._apply(self._part(self.family.before_mlp), x) if self.family.before_mlp else x
         logits = None
         if self.router is None:
@@ -100,7 +114,11 @@ class Layer:
             update, logits = self.router.watch(lambda: module.mlp(inner))
         if self.family.after_mlp:
             update = self._apply(self._part(self.family.after_mlp), update)
-        return x + update, logits
+        return x + self._scaled(update), logits
+
+    @holds("tile")
+    def _scaled(self, update: Tensor) -> Tensor:
+        return update if self.residual == 1.0 else update * self.residual
 
 
 @dataclass
@@ -118,16 +136,30 @@ class Decoder:
     logit_cap: float | None
     router_weight: float  # coefficient of the balance loss; 0 = not part of the loss
     norm_kernel: NormKernel
+    embedding_multiplier: float = 1.0
+    logit_divisor: float = 1.0
 
     @property
     def base(self) -> nn.Module:
         """What is below the head."""
         return self.model.model  # pyright: ignore[reportReturnType]
 
+    @holds("residual")
+    def embed(self, ids: Tensor) -> Tensor:
+        """What the first layer sees."""
+        x = self.embedding(ids)
+        return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
+
     @holds(CALLER)
     def normed(self, x: Tensor) -> Tensor:
         """What the head sees: x behind the final norm."""
         return apply_norm(self.norm, x, self.norm_kernel)
+
+    @holds(CALLER)
+    def logits(self, head: BoundLinear, x: Tensor) -> Tensor:
+        """Of what is behind the layers, without a cap. Divided in place: neither division nor head looks at them again."""
+        logits = head(self.normed(x))
+        return logits if self.logit_divisor == 1.0 else logits.div_(self.logit_divisor)
 
     def rope(self, layer_type: str | None, length: int) -> Rope:
         return rope_for(self.config, layer_type, length)
@@ -169,11 +201,21 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
         )
     base = inner.model
     changed = _structure_violations(base, family) or model_violations(model, inner, family)
-    problems = first_of_each(changed + config_violations(config) + _adapter_violations(model, inner))
+    problems = first_of_each(
+        changed
+        + config_violations(config)
+        + _adapter_violations(model, inner)
+        + _window_violations(base, config, family)
+    )
     if getattr(config, "attn_logit_softcapping", None):
         problems.append(
             f"config.attn_logit_softcapping={config.attn_logit_softcapping} changes the attention scores inside the kernel, which "
             "only engine='module' can; use it, or set it to None if the checkpoint was trained without it"
+        )
+    if getattr(config, "clip_qkv", None) is not None:
+        problems.append(
+            f"config.clip_qkv={config.clip_qkv} cuts off queries, keys and values, which only engine='module' does; use it, or set "
+            "clip_qkv to None if the checkpoint was trained without it"
         )
     if inner.is_gradient_checkpointing:
         problems.append(
@@ -201,6 +243,8 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
         logit_cap=getattr(config, "final_logit_softcapping", None) if family.logit_cap else None,
         router_weight=float(config.router_aux_loss_coef) if family.experts and config.output_router_logits else 0.0,
         norm_kernel=norm_kernel,
+        embedding_multiplier=float(base.embedding_multiplier) if family.multipliers else 1.0,
+        logit_divisor=float(config.logits_scaling) if family.multipliers else 1.0,
     )
 
 
@@ -213,7 +257,12 @@ def _layer(index: int, module: Any, base: Any, config: Any, family: Family, norm
         router = Router(module.mlp.gate, module.mlp.gate.num_experts, config.num_experts_per_tok)
     rope_type = config.layer_types[index] if family.rope_by_layer else None
     window = family.window_of(attention, config)
-    return Layer(index, module, family, projector, float(attention.scaling), window, rope_type, router)
+    return Layer(
+        index, module, family, projector, float(attention.scaling), window, rope_type, router,
+        rotates=bool(attention.use_rope) if family.nope else True,
+        residual=float(module.residual_multiplier) if family.multipliers else 1.0,
+        query_scale=QueryScale.of(config) if family.query_scale else None,
+    )  # fmt: skip
 
 
 def _structure_violations(base: Any, family: Family) -> list[str]:
@@ -234,6 +283,21 @@ def _structure_violations(base: Any, family: Family) -> list[str]:
                 )
                 return problems
     return problems
+
+
+def _window_violations(base: Any, config: Any, family: Family) -> list[str]:
+    """transformers' masks go by config.layer_types, its flash kernels by the attention module."""
+    if family.window != "layer":
+        return []
+    for index, (layer, kind) in enumerate(zip(base.layers, config.layer_types, strict=False)):
+        window = family.window_of(layer.self_attn, config)
+        if (kind == "sliding_attention") != bool(window):
+            return [
+                f"config.layer_types makes layer {index} {kind}, but the window of its attention is {window}, and transformers' "
+                "kernels differ on which of them counts; set config.sliding_window (and use_sliding_window, where the config has "
+                "it) to what the model was trained with, and layer_types accordingly"
+            ]
+    return []
 
 
 def lora_violations(model: Any, inner: Any) -> list[str]:

@@ -27,8 +27,13 @@ class Family:
     window: str = "none"  # where the sliding window stands: "none", "config" (all layers), "layer" (attention module)
     rope_by_layer: bool = False  # rotary settings differ by config.layer_types
     wide_rope: bool = False  # q and k are rotated in float32 and rounded afterwards
+    nope: bool = False  # layers whose attention says use_rope=0 turn nothing
+    query_scale: bool = False  # queries grow with the logarithm of their position (Llama 4's way)
+    multipliers: bool = False  # embedding, what a layer adds, and logits are scaled by numbers of the config
     logit_cap: bool = False  # config.final_logit_softcapping is obeyed
     plain_norms: bool = True  # weight · x / rms(x), the mean square in float32: torch has one kernel for it
+    layer_norms: bool = False  # norms take off the mean and have a bias
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # linears of a dense MLP, inner ones first
     experts: bool = False  # some layers have a router, whose balance loss belongs to the loss
 
     @property
@@ -80,6 +85,27 @@ FAMILIES: dict[str, Family] = {
         qk_norm="whole",
         wide_rope=True,
     ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        before_attention=None,
+        after_attention="post_attention_layernorm",
+        before_mlp=None,
+        after_mlp="post_feedforward_layernorm",
+        qk_norm="whole",
+        window="layer",
+        rope_by_layer=True,
+        wide_rope=True,
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", window="layer", nope=True),
+    "granite": Family("GraniteForCausalLM", multipliers=True),
+    "ministral": Family("MinistralForCausalLM", window="layer"),
+    "ministral3": Family("Ministral3ForCausalLM", window="config", query_scale=True),
+    "arcee": Family("ArceeForCausalLM", mlp=("up_proj", "down_proj")),
+    "seed_oss": Family("SeedOssForCausalLM"),
+    "gemma": Family("GemmaForCausalLM", plain_norms=False),
+    "olmoe": Family("OlmoeForCausalLM", qk_norm="whole", experts=True),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", window="layer", experts=True),
+    "starcoder2": Family("Starcoder2ForCausalLM", window="config", layer_norms=True, mlp=("c_fc", "c_proj")),
 }
 
 

@@ -59,7 +59,7 @@ _REAL: dict[str, dict[str, Any]] = {
         num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
         rope_parameters=_rope(1000000.0),
     ),
-    # By their own code. Values are those of the published config.json; token ids are left out, which nothing here depends on.
+    # Values are those of the published config.json; token ids are left out, which nothing here depends on.
     "gpt_oss_20b": dict(  # in bf16: the published weights of its experts are mxfp4
         NO_SPECIAL, model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
         num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, sliding_window=128,
@@ -142,6 +142,47 @@ TINY: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=20.0,
     ),
     "tiny_olmo2": dict(_SMALL, model_type="olmo2"),
+    "tiny_olmo3": dict(  # layers with a window are not stretched
+        _SMALL, model_type="olmo3", sliding_window=72, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": _rope(500000.0),
+            "full_attention": _rope(
+                500000.0, "yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, attention_factor=1.2,
+                original_max_position_embeddings=512,
+            ),
+        },
+    ),
+    # The second layer turns nothing, the third has a window as well. Without rotation a bias of keys moves nothing: it is left out.
+    "tiny_smollm3": dict(
+        _SMALL, model_type="smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 0], sliding_window=88, use_sliding_window=True,
+        layer_types=["full_attention", "full_attention", "sliding_attention"], mlp_bias=True,
+    ),
+    "tiny_granite": dict(
+        _SMALL, model_type="granite", attention_multiplier=0.25, embedding_multiplier=12.0, logits_scaling=3.0,
+        residual_multiplier=0.22, tie_word_embeddings=True,
+    ),
+    "tiny_ministral": dict(
+        _SMALL, model_type="ministral", head_dim=16, sliding_window=64, layer_types=["full_attention", "sliding_attention"],
+    ),
+    "tiny_ministral3": dict(  # queries of later tokens are scaled
+        _SMALL, model_type="ministral3", head_dim=16, rope_parameters=_rope(
+            10000.0, "yarn", factor=16.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+            original_max_position_embeddings=64, llama_4_scaling_beta=0.3,
+        ),
+    ),
+    "tiny_arcee": dict(_SMALL, model_type="arcee", mlp_bias=True),
+    "tiny_seed_oss": dict(
+        _SMALL, model_type="seed_oss", head_dim=16, attention_bias=True, attention_out_bias=True, attention_dropout=0.0,
+        residual_dropout=0.0,
+    ),
+    "tiny_gemma": dict(_SMALL, model_type="gemma", head_dim=16, num_key_value_heads=1),
+    "tiny_olmoe": dict(_SMALL, **_ROUTER, model_type="olmoe", num_experts=6),
+    "tiny_qwen2_moe": dict(
+        _SMALL, **_ROUTER, model_type="qwen2_moe", num_experts=6, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+        num_hidden_layers=3, mlp_only_layers=[1], use_sliding_window=True, sliding_window=72,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "tiny_starcoder2": dict(_SMALL, model_type="starcoder2", sliding_window=88),
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     **_REAL,

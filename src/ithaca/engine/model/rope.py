@@ -72,6 +72,28 @@ class Rope:
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + beta · log(1 + ⌊p / trained⌋): a softmax over more keys stays as sharp."""
+
+    beta: float
+    trained: int
+
+    @classmethod
+    def of(cls, config: Any) -> QueryScale:
+        names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+        beta, trained = (_parameters(config, None).get(name) for name in names)
+        if beta is None or not trained:
+            raise ValueError(
+                f"config.rope_parameters needs {' and '.join(names)}, by which queries are scaled; add them"
+            )
+        return cls(float(beta), int(trained))
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """In float32, as transformers has it; the floor of whole numbers is exact at any length."""
+        return 1 + self.beta * torch.log(1 + (positions // self.trained).float())
+
+
 class Positions:
     """cos and sin for the tokens of a batch, tile by tile. Every layer, stage and pass asks for the same ones, so they are computed
     once where they are small; at millions of tokens each tile computes its own."""

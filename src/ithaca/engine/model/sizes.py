@@ -31,10 +31,12 @@ class ModelSizes:
     bias: int = 0  # elements of biases in a layer
     experts: int = 0  # 0 = a dense MLP
     active_experts: int = 0
+    shared: int = 0  # width of the expert that sees every token
     dense: tuple[int, ...] = ()  # layers of a mixture that have a plain MLP
     dense_intermediate: int = 0
     longest: int | None = None  # positions the model was made for
     capped: bool = False  # the final logits have a soft cap, which the fused loss does not know
+    divided: bool = False  # the final logits are divided by a number, and their gradient with them
     parameters: int = 0  # of a model without arithmetic here: as many as its parts have
 
     @property
@@ -52,8 +54,13 @@ class ModelSizes:
 
     @cached_property
     def mlp_weights(self) -> int:
-        mlp = 3 * self.hidden * self.intermediate
-        return mlp if not self.experts else mlp * self.experts + self.hidden * self.experts
+        mlp = len(self.traits.mlp) * self.hidden * self.intermediate
+        return mlp if not self.experts else mlp * self.experts + self.hidden * self.experts + self.shared_weights
+
+    @property
+    def shared_weights(self) -> int:
+        """Of the shared expert, and of the gate it has."""
+        return 3 * self.hidden * self.shared + self.hidden if self.shared else 0
 
     @cached_property  # a search asks thousands of times
     def norms(self) -> int:
@@ -68,7 +75,7 @@ class ModelSizes:
 
     @cached_property
     def norm_weights(self) -> int:
-        own = self.norms * self.hidden
+        own = self.norms * self.hidden * (2 if self.traits.layer_norms else 1)
         if self.traits.qk_norm == "head":
             own += 2 * self.head_dim
         elif self.traits.qk_norm == "whole":
@@ -91,11 +98,12 @@ class ModelSizes:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of the linears of a layer, and of the head."""
-        hidden, wide, q, kv = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden, wide = self.hidden, self.shared or self.intermediate  # of experts, the shared one has linears
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        *inner, outer = self.traits.mlp
         return {
             "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
-            "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
-            "lm_head": (self.vocabulary, hidden),
+            **dict.fromkeys(inner, (wide, hidden)), outer: (hidden, wide), "lm_head": (self.vocabulary, hidden),
         }  # fmt: skip
 
     @property
@@ -103,8 +111,9 @@ class ModelSizes:
         """Rows and columns of the parameters of a layer; norms and biases as one."""
         linears = {name: shape for name, shape in self.linears.items() if name != "lm_head"}
         if self.experts:  # gate and up of all experts are one tensor, and down is another
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                del linears[name]
+            if not self.shared:
+                for name in self.traits.mlp:
+                    del linears[name]
             wide = self.experts * self.intermediate
             return [*linears.values(), (2 * wide, self.hidden), (wide, self.hidden), (self.norm_weights + self.bias, 1)]
         return [*linears.values(), (self.norm_weights + self.bias, 1)]
@@ -112,9 +121,9 @@ class ModelSizes:
     def named(self, targets: tuple[str, ...]) -> list[str]:
         """The linears that PEFT gives an adapter: those whose name is a target or ends with one. A target that names single
         layers counts for all of them."""
+        mlp = "mlp.shared_expert" if self.shared else "mlp"
         where = {
-            name: f".model.layers.*.{'mlp' if name in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'}.{name}"
-            for name in self.linears
+            name: f".model.layers.*.{mlp if name in self.traits.mlp else 'self_attn'}.{name}" for name in self.linears
         }
         where["lm_head"] = ".lm_head"
         hits = {
@@ -137,13 +146,18 @@ class ModelSizes:
         if self.parameters:
             return self.parameters
         fewer = len(self.dense) * (self.mlp_weights - 3 * self.hidden * self.dense_intermediate)
-        return self.layers * self.layer_weights - fewer + (1 if self.tied else 2) * self.embedding_weights + self.hidden
+        tables = (1 if self.tied else 2) * self.embedding_weights
+        last_norm = self.hidden * (2 if self.traits.layer_norms else 1)
+        return self.layers * self.layer_weights - fewer + tables + last_norm
 
     def json(self) -> dict[str, Any]:
         return {"name": self.name, "family": self.family, "parameters": self.weights, "layers": self.layers}
 
 
-_TIED = {"gemma3_text": True}  # where transformers ties head and embedding unless the config says otherwise
+# what transformers takes where a config does not say it: whether head and embedding are tied
+_TIED = ("gemma", "gemma3_text", "smollm3", "starcoder2")
+# whether windows are used at all
+_WINDOWS_ASKED_FOR = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 _NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
 )  # fmt: skip
@@ -222,23 +236,43 @@ def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
         kv_heads=kv_heads,
         head_dim=width,
         vocabulary=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", _TIED.get(kind, False))),
+        tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         windows=_windows(config, family, layers),
-        bias=(heads + 2 * kv_heads) * width if kind == "qwen2" or config.get("attention_bias") else 0,
+        bias=_biases(config, kind, (heads + 2 * kv_heads) * width, intermediate),
         experts=sparse,
         active_experts=config.get("num_experts_per_tok") or 0 if sparse else 0,
+        shared=config.get("shared_expert_intermediate_size") or 0 if sparse else 0,
         dense=dense,
         dense_intermediate=wide if dense else 0,
         longest=config.get("max_position_embeddings"),
         capped=family.logit_cap and bool(config.get("final_logit_softcapping")),
+        divided=family.multipliers and config.get("logits_scaling", 1) != 1,
     )
 
 
+def _biases(config: dict[str, Any], kind: str, heads: int, intermediate: int) -> int:
+    """Elements of the biases of a layer. heads: of q, k and v together."""
+    hidden = config["hidden_size"]
+    inner = len(FAMILIES[kind].mlp) - 1
+    if kind in ("qwen2", "qwen2_moe"):
+        return heads if config.get("qkv_bias", True) else 0
+    if kind == "starcoder2":
+        return heads + inner * intermediate + 2 * hidden if config.get("use_bias", True) else 0
+    if kind == "seed_oss":
+        attention = heads * config.get("attention_bias", True) + hidden * config.get("attention_out_bias", False)
+    else:
+        attention = heads + hidden if config.get("attention_bias") else 0
+    return attention + (inner * intermediate + hidden if config.get("mlp_bias") else 0)
+
+
 def _windows(config: dict[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if family.window == "none" or window is None or config.get("use_sliding_window") is False:
+    window, kind = config.get("sliding_window"), config["model_type"]
+    used = config.get("use_sliding_window", kind not in _WINDOWS_ASKED_FOR)
+    if family.window == "none" or not window or not used:
         return (None,) * layers
     kinds = config.get("layer_types")
+    if kind == "olmo3" and not kinds:
+        kinds = ["full_attention" if at % 4 == 3 else "sliding_attention" for at in range(layers)]
     if family.window == "config" or not kinds:
         return (window,) * layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])

@@ -22,7 +22,6 @@ from ...engine.attention.interface import Rule
 from ...engine.comm import total
 from ...engine.mesh import Group, Mesh
 from ...engine.model.adapter import Layer
-from ...engine.model.projection import project
 from ...engine.model.rope import Rope
 from ...engine.tiling import tiles
 
@@ -99,11 +98,10 @@ class LayerCache(KeyCache):
         """Projected, normed and rotated heads, [1, t, heads, D] each."""
         layer, projector = self.layer, self.layer.projector
         h = layer.normed(x)
-        turn = rope.cos_sin(positions[None], dtype, x.device)
         counts = {"q": projector.heads, "k": projector.kv_heads, "v": projector.kv_heads}
-        made = {
-            name: project(projector.bind(name, range(counts[name])), h, None if name == "v" else turn) for name in which
-        }
+        bounds = {name: projector.bind(name, range(counts[name])) for name in which}
+        where = positions[None]
+        made = layer.project(bounds, h, where, lambda: rope.cos_sin(where, dtype, x.device))
         return made.get("q"), made["k"], made["v"]
 
     def answer(self, q: Tensor, position: int, mesh: Mesh) -> Tensor:

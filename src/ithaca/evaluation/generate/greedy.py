@@ -67,7 +67,7 @@ class Session:
 
     def _prefill(self, batch: Batch) -> int:
         run = self.run
-        x = run.decoder.embedding(batch.input_ids)
+        x = self.decoder.embed(batch.input_ids)
         wide = _rope_dtype(run, x)
         places = {kind: Positions(rope, batch.positions, wide) for kind, rope in self.ropes.items()}
         where = batch.positions[0]
@@ -94,7 +94,7 @@ class Session:
         self.length += 1
         ranks = run.mesh.ulysses.size * run.mesh.ring.size
         owner = run.mesh.ring.rank * run.mesh.ulysses.size + run.mesh.ulysses.rank == place % ranks
-        x = run.decoder.embedding(torch.tensor([[token]], device=run.mesh.device))
+        x = self.decoder.embed(torch.tensor([[token]], device=run.mesh.device))
         wide = _rope_dtype(run, x)
         where = torch.tensor([place], device=run.mesh.device)
         for layer, cache in zip(self.decoder.layers, self.caches, strict=True):
@@ -113,7 +113,7 @@ class Session:
     def _choose(self, x: Tensor) -> int:
         """x [1, 1, d], the same on every rank; so is the answer."""
         decoder, head = self.decoder, self.decoder.head
-        logits = head(x, Request(lambda x: bind_linear(head)(decoder.normed(x))))
+        logits = head(x, Request(lambda x: decoder.logits(bind_linear(head), x)))
         return int(logits[0, 0].argmax())  # a cap on logits keeps their order
 
 
