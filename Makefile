@@ -52,11 +52,12 @@ trees: setup
 	ITHACA_TREES=long $(BIN)/python -m pytest -q tests/parity/test_trees.py tests/training/test_criterion.py
 
 # Every decoder type of transformers, tried: docs/reference/families.md. Then linear mixers on real ranks, with every way to keep
-# activations, and all families of the table under every pair of settings. About 20 minutes on 2 cores.
+# activations, and every pair of settings with every family of the table. About 20 minutes on 2 cores.
 families: setup
 	$(BIN)/python -m ithaca.verify.families > docs/reference/families.md.new
 	mv docs/reference/families.md.new docs/reference/families.md
-	ITHACA_FAMILIES=long $(BIN)/python -m pytest -q tests/parity/test_mixers.py tests/parity/test_families.py tests/parity/test_matrix.py
+	ITHACA_FAMILIES=long $(BIN)/python -m pytest -q tests/parity/test_mixers.py tests/parity/test_matrix.py \
+		tests/parity/test_families.py tests/evaluation/generate/test_generate.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -75,6 +75,7 @@ def reference(kind: str, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def step(kind: str, stack: dict[str, Any], packed: bool, device: str = "cpu") -> tuple[Tensor, Any]:
+    stack = {**stack, "engine": "module"} if kind in OWN else stack  # some of them have a row in the table by now
     run = ithaca.prepare(model_of(kind).to(device), ithaca.Stack(**stack), device=device, dtype=torch.float32)
     ids, labels, documents, weights = batch_of(packed)
     batch = run.shard(ids, labels=labels, documents=documents, weights=weights)

@@ -84,7 +84,7 @@ def test_norms_by_one_kernel_where_they_are_its_formula(kind: str, fused: bool):
     """Gemma adds one to its weights."""
     model = built(kind)
     own = copy.deepcopy(model)
-    run = prepare(model, Stack(shard_parameters=False), device="cpu")
+    run = prepare(model, Stack(shard_parameters=False, engine="module"), device="cpu")
     assert isinstance(run.decoder, OwnDecoder)
     run.decoder.norm_kernel = Counted()
     Counted.calls = 0

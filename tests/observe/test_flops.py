@@ -42,7 +42,7 @@ def test_weights_and_windows_are_those_of_the_model(name: str):
         if isinstance(module, nn.Linear):
             used += module.weight.numel()
         elif type(module).__name__.endswith("Experts"):
-            every = sum(parameter.numel() for parameter in module.parameters())
+            every = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 3)  # not biases
             used += every * config.num_experts_per_tok // module.num_experts
         elif type(module).__name__.endswith("Router"):
             used += module.weight.numel()
@@ -92,7 +92,7 @@ def test_beyond_64_bits():
     assert flops == 6 * 7_504_658_432 * length + 12 * 128 * 32 * 32 * (length * (length + 1) // 2) > 2**63
 
 
-@pytest.mark.parametrize("kind", ["helium", "glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["helium", "glm4_moe", "deepseek_v3"])
 def test_a_model_without_arithmetic_of_its_own(kind: str):
     """Its weights are those of its parts; here counted from the modules."""
     config = smallest(kind)

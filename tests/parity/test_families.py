@@ -21,8 +21,10 @@ ODD = {"5 tokens: loss", "ranks without loss: loss", "accumulation: loss"}
 ODD_CHECKS = ("short", "unsupervised", "accumulation")
 
 
-# Rows of the table that need no code of their own beside those above: fewer checks here, the full stack in `make families`.
-PLAIN = ["tiny_olmo3", "tiny_ministral", "tiny_arcee", "tiny_seed_oss", "tiny_gemma", "tiny_olmoe", "tiny_qwen2_moe"]
+# Rows of the table that need no code of their own beside those below: fewer checks here, the full stack in `make families`.
+PLAIN = [
+    "tiny_olmo3", "tiny_ministral", "tiny_arcee", "tiny_seed_oss", "tiny_gemma", "tiny_olmoe", "tiny_qwen2_moe", "tiny_glm",
+]  # fmt: skip
 LONG = os.environ.get("ITHACA_FAMILIES") == "long"
 
 

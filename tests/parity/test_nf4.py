@@ -25,17 +25,17 @@ from ..contract.tiny import gradients, tiny, tokens, worst
 
 def model_of(kind: str) -> Any:
     """Rows of 64 and 128, as NF4 wants them."""
-    if kind == "glm4":
+    if kind == "own":
         from transformers import AutoModelForCausalLM
 
-        config = smallest(kind)
+        config = smallest("glm4")
         config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         randomize(model, 1)
     else:
         wide: dict[str, Any] = dict(intermediate_size=128)
-        if "moe" in kind:  # the reference has no loss of the router
+        if kind in ("qwen3_moe", "gpt_oss"):  # the reference has no loss of the router
             wide |= dict(moe_intermediate_size=64, output_router_logits=False)
             wide |= dict(shared_expert_intermediate_size=64) if kind == "qwen2_moe" else {}
         model = tiny(kind, **wide)
@@ -114,7 +114,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
         dict(ulysses=2, ring=2, recompute="layer", heads_per_stage=1),
         True,
     ),
-    "own code": ("glm4", 2, dict(ulysses=2, store="host"), True),
+    "own code": ("own", 2, dict(ulysses=2, store="host", engine="module"), True),
+    "fused": ("phi3", 2, dict(ulysses=2, heads_per_stage=2, store="host"), True),
 }
 MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "1": ("llama3", 1, dict(), True),
@@ -123,6 +124,8 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "scaled": ("granite", 2, dict(ulysses=2, heads_per_stage=1), True),
     "two linears, biases": ("starcoder2", 2, dict(ring=2, tile=9), True),
     "a shared expert": ("qwen2_moe", 1, dict(tile=9), True),
+    "sinks and experts": ("gpt_oss", 2, dict(ulysses=2, tile=7), True),
+    "fused, rotated in part": ("glm4", 2, dict(ring=2, tile=7), True),
     "4 = 2 replicas × 2 ring": ("gemma3", 4, dict(replicate=2, ring=2), False),
     "whole on each of 2": ("llama3", 2, dict(shard_parameters=False, ulysses=2), False),
 }

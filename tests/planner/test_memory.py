@@ -38,6 +38,8 @@ CASES = [
     ("qwen3_32b", 64 * K, 16, Stack(ulysses=8, ring=2), 0, "fa4"),
     # every stage projects the heads of all, to norm them together
     ("olmo3_7b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
+    # one linear for q, k and v, and one for gate and up
+    ("phi4", 16 * K, 2, Stack(ulysses=2, tile=None), 0, "fa4"),
 ]  # fmt: skip
 if LONG:
     CASES += [
@@ -54,6 +56,14 @@ if LONG:
         # logits that are divided; layers that turn nothing
         ("granite33_8b", 64 * K, 2, Stack(ulysses=2, tile=None, recompute="none"), 16, "fa4"),
         ("smollm3_3b", 256 * K, 4, Stack(ulysses=4, heads_per_stage=1, store="host", tile=16384), 0, "fa4"),
+        ("phi4", 64 * K, 2, Stack(ulysses=2, heads_per_stage=4, store="host", tile=16384), 16, "fa4"),
+        # norms behind attention and MLP, all of them kept
+        ("glm4_9b", 16 * K, 1, Stack(recompute="none", tile=None, shard_parameters=False), 0, "fa4"),
+        ("glm4_9b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=4, store="host", tile=16384), 16, "fa4"),
+        # experts, and sinks
+        ("qwen3_30b_a3b", 64 * K, 2, Stack(ulysses=2, tile=None), 0, "fa4"),
+        ("gpt_oss_20b", 16 * K, 1, Stack(recompute="none", tile=None, shard_parameters=False), 0, "fa4"),
+        ("gpt_oss_20b", 512 * K, 8, Stack(ulysses=2, ring=4, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
         # where attention is the largest, and tiles are many
         ("mistral_7b", 64 * K, 1, Stack(heads_per_stage=8, store="host"), 0, "flash"),
     ]  # fmt: skip
@@ -65,7 +75,9 @@ if LONG:
 def test_arithmetic_against_the_code(name: str, context: int, world: int, stack: Stack, lora: int, kernel: str):
     config = hf_config(name)
     config.num_hidden_layers = 3
-    sizes = replace(read_sizes(name), layers=3, windows=(None,) * 3)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:3]
+    sizes = replace(read_sizes(name), layers=3, windows=read_sizes(name).windows[:3])
     job = Job(sizes, stack, context, world, kernel=kernel, lora=lora)
     said, ran = predict(job), dry_run(job, config)
     assert -0.02 <= said.peak / ran.peak - 1 <= 0.05

@@ -29,7 +29,12 @@ def cases_of(world: int) -> list[Case]:
 
 
 CASES = {f"{world}-{i}-{case.model}": case for world in (2, 4, 8) for i, case in enumerate(cases_of(world))}
-DENSE = {name: case for name, case in CASES.items() if not FAMILIES[TINY[f"tiny_{case.model}"]["model_type"]].experts}
+# without experts, and without Phi-3, whose widths are tied
+DENSE = {
+    name: case
+    for name, case in CASES.items()
+    if case.model != "phi3" and not FAMILIES[TINY[f"tiny_{case.model}"]["model_type"]].experts
+}
 
 
 @pytest.mark.parametrize("name", CASES)

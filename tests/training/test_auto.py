@@ -18,7 +18,11 @@ from ithaca.config import load
 from ithaca.config.schema import Lora, Model, StackOptions
 from ithaca.engine import build
 from ithaca.engine.attention.choice import kernels_here
+from ithaca.engine.job import Job
+from ithaca.engine.model.shrink import smallest
+from ithaca.engine.model.sizes import read_sizes
 from ithaca.planner.config import hf_config
+from ithaca.stack import Stack
 from ithaca.training import automatic, trainer
 from ithaca.training.automatic import automatic_stack, hardware_here, planned
 
@@ -131,6 +135,22 @@ def test_adapters_on_layers_that_are_not_there_are_refused():
         build.with_lora(model, Lora(targets=("q_proj", "qkv_proj")), 0)
 
 
+@pytest.mark.parametrize("name", ["phi4", "glm4_9b"])
+def test_adapters_on_all_linears_where_some_are_one(name: str):
+    """And the plan counts them so."""
+    hf = hf_config(name)
+    hf.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = build.with_lora(AutoModelForCausalLM.from_config(hf), Lora(rank=4), 0)
+    adapted = {n.rpartition(".")[2] for n, module in model.named_modules() if hasattr(module, "lora_A")}
+    heads = {"qkv_proj"} if name == "phi4" else {"q_proj", "k_proj", "v_proj"}
+    assert adapted == {*heads, "o_proj", "gate_up_proj", "down_proj"}
+    job = Job(replace(read_sizes(name), layers=1), Stack(), 4096, lora=4)
+    assert job.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    with pytest.raises(ValueError, match="has no linear layer called up_proj"):
+        _ = replace(job, targets=("o_proj", "up_proj")).adapters
+
+
 def test_a_frozen_base_is_as_small_as_it_is_planned():
     """Also of a preset, whose weights are random."""
     options = Model(folder="tiny_llama", lora=Lora(rank=2))
@@ -151,8 +171,8 @@ def test_a_model_without_arithmetic_is_planned_by_a_dry_run(tmp_path: Path, eigh
     eight("NVIDIA H100 80GB HBM3", 84.9e9)
     asked: dict[str, Any] = {}
     monkeypatch.setattr(automatic, "planned_apart", lambda name, **given: asked.update(given, name=name))
-    assert planned(config(tmp_path, rows=2), hf_config("gpt_oss_20b"), 8, CUDA) is None
-    assert asked["config"].model_type == "gpt_oss" and asked["gpus"].gpu.probed == ("cudnn", "flash")
+    assert planned(config(tmp_path, rows=2), smallest("exaone4"), 8, CUDA) is None
+    assert asked["config"].model_type == "exaone4" and asked["gpus"].gpu.probed == ("cudnn", "flash")
     assert (asked["context"], asked["rows"], asked["gpus"].count, asked["stack"]) == (2**20, 2, 8, None)
 
 

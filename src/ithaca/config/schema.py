@@ -63,7 +63,9 @@ class Rope:
         }
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         if self.rope_type not in (None, parameters.get("rope_type", "default")):
-            parameters = {name: value for name, value in parameters.items() if name == "rope_theta"}
+            parameters = {
+                name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters
+            }
         return {**parameters, **given}
 
 

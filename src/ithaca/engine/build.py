@@ -19,6 +19,7 @@ from ..base.hub import find_name, short
 from ..config.schema import LINEARS, Config, Lora, Model
 from ..stack import Stack
 from .model.config import read_config
+from .model.families import FAMILIES
 from .model.presets import PRESETS, preset_config
 from .model.sizes import extension, pretrained_length
 from .model.weights import cast_parameters
@@ -42,6 +43,7 @@ def model_config(options: Model, context: int) -> Any:
     if options.rope is not None:
         _check_rope(options, config)
         config.rope_parameters = _with_rope(config.rope_parameters, options)
+        _check_kept(config)
     longest = getattr(config, "max_position_embeddings", None) or context
     if context > longest:
         if options.rope is None and not (options.random_init or preset):
@@ -87,10 +89,24 @@ def _check_rope(options: Model, config: Any) -> None:
         )
 
 
+def _check_kept(config: Any) -> None:
+    """Settings that a config of this kind does not keep: Phi-3's takes yarn for longrope. An export would be another model."""
+    said, why = config.rope_parameters, "it makes something else of them"
+    try:
+        kept = type(config).from_dict(config.to_dict()).rope_parameters
+    except Exception as error:  # a config class raises whatever it likes
+        kept, why = {}, " ".join(str(error).split())[:200]
+    if any(kept.get(name) != value for name, value in said.items()):
+        raise ValueError(
+            f"model.rope: a {type(config).__name__} does not keep these settings ({why}), so what is exported would be another "
+            "model; choose another rope_type, or a larger model.rope.rope_theta alone"
+        )
+
+
 def _too_long(context: int, longest: int, family: str) -> str:
     return (
         f"data.context={context:,} is longer than the {longest:,} positions the model was made for; extend it, for example with "
-        f"{extension(context, pretrained_length(family, longest))}; or lower data.context"
+        f"{extension(context, pretrained_length(family, longest), family)}; or lower data.context"
     )
 
 
@@ -120,8 +136,12 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
         raise ValueError("model.lora needs the package peft (pip install peft); or drop model.lora") from None
     torch.manual_seed(seed + 1)
     alpha: Any = options.alpha  # PEFT divides it by the rank: any number will do
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    targets = options.targets
+    if family and targets == LINEARS:  # nobody named them, so all are meant, also where one linear is several of them
+        targets = tuple({family.fused.get(name, name): None for name in targets})
     adapters = LoraConfig(
-        r=options.rank, lora_alpha=alpha, lora_dropout=options.dropout, target_modules=list(options.targets),
+        r=options.rank, lora_alpha=alpha, lora_dropout=options.dropout, target_modules=list(targets),
         task_type="CAUSAL_LM",
     )  # fmt: skip
     linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is nn.Linear})
@@ -138,7 +158,7 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
             f"layers here: {', '.join(linears)}"
         )
     # PEFT is content where one of them is there
-    missing = [target for target in options.targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if missing and options.targets != LINEARS:
         raise ValueError(
             f"model.lora.targets names {', '.join(missing)}, which this model does not have; its linear layers are "

@@ -38,7 +38,7 @@ class RankCost:
         self.projection_tile = min((stack.tile or self.tokens) * PROJECTION_TILES, self.tokens)
         self.piece = min((stack.tile or self.tokens) * TILES_PER_PIECE, self.tokens)
         self.pieces = -(-self.tokens // self.piece)
-        self.rotary = 2 * self.tokens * model.head_dim * BF16  # cos and sin of every position
+        self.rotary = 2 * self.tokens * (model.rotary or model.head_dim) * BF16  # cos and sin of every position
         self.attention = _attention_cost(
             model.heads, model.kv_heads, model.head_dim, self.rows, self.tokens, stack.ulysses, stack.ring,
             stack.heads_per_stage, job.trees,
@@ -181,4 +181,9 @@ class RankCost:
 
     def learns(self, *linears: str) -> bool:
         """Whether any of these linears has a gradient: then their input is kept for it."""
-        return not self.job.lora or bool(self.job.adapters.keys() & set(linears))
+        return not self.job.lora or self.adapts(*linears)
+
+    def adapts(self, *linears: str) -> bool:
+        """Whether any of these linears, or one that it is a part of, has an adapter."""
+        fused = self.model.traits.fused
+        return any(fused.get(name, name) in self.job.adapters for name in linears)

@@ -77,7 +77,7 @@ class Job:
         """Trained weights of o_proj, MLP and their norms."""
         m = self.model
         if self.lora:
-            return sum(self.adapters.get(name, 0) for name in ("o_proj", *m.traits.mlp))
+            return sum(weights for name, weights in self.adapters.items() if name == "o_proj" or name in m.mlp_linears)
         return m.heads * m.head_dim * m.hidden + m.mlp_weights + m.norm_weights
 
     @property
@@ -110,8 +110,6 @@ class Job:
 
 @cache
 def _adapters(model: ModelSizes, rank: int, targets: tuple[str, ...]) -> dict[str, int]:
-    if targets == LINEARS:  # nobody has named them: of those a model does not have there is nothing to say
-        targets = tuple(name for name in LINEARS if name in model.linears)
     return {name: rank * sum(model.linears[name]) for name in model.named(targets)}
 
 

@@ -42,6 +42,8 @@ class Gradients:
                 continue
             if leaf.rows is None:
                 self._add(leaf.parameter, grad)
+            elif isinstance(leaf.rows, slice):
+                self._wide(leaf.parameter)[leaf.rows] += grad
             else:
                 self._wide(leaf.parameter).index_add_(0, leaf.rows, grad.to(_wide_dtype(grad)))
 

@@ -165,7 +165,7 @@ class Plan:
             return None
         return (
             f"{self.model.name} was made for {longest:,} positions: a run at {self.context:,} needs "
-            f"{extension(self.context, pretrained)}"
+            f"{extension(self.context, pretrained, self.model.family)}"
         )
 
     @property

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..base.hub import local
 from ..engine.batch import Batch
 from ..engine.model.config import read_config
+from ..engine.model.presets import TINY, find_preset
 from ..engine.model.weights import cast_parameters
 from ..engine.parallelize import prepare
 from ..stack import Stack
@@ -92,7 +93,7 @@ class Session:
 
     def _config(self) -> Any:
         changes = dict(self.case.changes)
-        if not local(self.case.model).is_dir():
+        if find_preset(self.case.model) in TINY and not local(self.case.model).is_dir():
             return config_of(self.case.model, self.case.full, **changes)
         config = config_of(self.case.model, self.case.full)
         for name, value in changes.items():

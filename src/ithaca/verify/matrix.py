@@ -48,10 +48,9 @@ def pairs_of(row: Row) -> set[Pair]:
 
 def all_pairs(world: int, models: tuple[str, ...] = AXES["model"]) -> set[Pair]:
     """Every pair of values that some allowed combination has."""
-    values = {**AXES, "model": models}
-    pairs = set()
-    for a, b in combinations(AXES, 2):
-        for x, y in product(values[a], values[b]):
+    axes, pairs = {**AXES, "model": models}, set()
+    for a, b in combinations(axes, 2):
+        for x, y in product(axes[a], axes[b]):
             if allowed({a: x, b: y}, world):
                 pairs.add((a, x, b, y))
     return pairs
@@ -59,8 +58,7 @@ def all_pairs(world: int, models: tuple[str, ...] = AXES["model"]) -> set[Pair]:
 
 def cover(world: int, seed: int = 0, models: tuple[str, ...] = AXES["model"]) -> list[Row]:
     """Rows that together have every pair: each starts from a pair still missing and grows by what covers most others."""
-    rng = random.Random(seed)
-    choices = {**AXES, "model": models}
+    rng, every = random.Random(seed), {**AXES, "model": models}
     missing, rows = all_pairs(world, models), []
     while missing:
         a, x, b, y = min(missing, key=repr)
@@ -68,7 +66,7 @@ def cover(world: int, seed: int = 0, models: tuple[str, ...] = AXES["model"]) ->
         axes = [axis for axis in AXES if axis not in row]
         rng.shuffle(axes)
         for axis in axes:
-            values = [v for v in choices[axis] if allowed({**row, axis: v}, world)]
+            values = [v for v in every[axis] if allowed({**row, axis: v}, world)]
             row[axis] = max(values, key=_gain(row, axis, missing, rng))
         rows.append({axis: row[axis] for axis in AXES})
         missing -= pairs_of(row)

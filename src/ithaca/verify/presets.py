@@ -73,7 +73,7 @@ def shrink(config: Any) -> Any:
         changes["mlp_only_layers"] = []
     fields = config.to_dict()
     if fields.get("rope_parameters") and "short_factor" in fields["rope_parameters"]:
-        size = changes.get("head_dim", 8) // 2
+        size = int(changes.get("head_dim", 8) * fields["rope_parameters"].get("partial_rotary_factor", 1.0)) // 2
         rope = dict(fields["rope_parameters"])
         rope["short_factor"], rope["long_factor"] = rope["short_factor"][:size], rope["long_factor"][:size]
         changes["rope_parameters"] = rope
@@ -96,7 +96,19 @@ def add_lora(model: nn.Module, seed: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ValueError("LoRA needs the package peft; install it with: pip install 'ithaca[peft]'") from None
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "c_fc", "c_proj"]
+    names = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "down_proj",
+        "c_fc",
+        "c_proj",
+    ]
     linears = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     mixers = sorted(name for name in linears if name.startswith("in_proj"))
     names += [*mixers, "out_proj"] if mixers else []

@@ -13,6 +13,7 @@ distance may be no larger than the rounding of float32 explains.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,11 +77,12 @@ class Reference:
         counts = [int((labels != IGNORE).sum()) for labels in shifted]
         value = torch.zeros((), dtype=torch.float64)
         for (ids, labels, documents), targets, count in zip(batches, shifted, counts, strict=True):
-            if model_type(model) not in FAMILIES:
-                logits = self._apart(model, ids, documents)
+            if _apart_only(model, documents):
+                logits, routed = self._apart(model, ids, documents)
                 loss = F.cross_entropy(
                     logits.flatten(0, 1).float(), targets.flatten().to(self.device), ignore_index=IGNORE
                 )
+                loss = loss + _balance_loss(model, routed)
             else:
                 place = None if documents is None else positions(documents, *ids.shape).to(self.device)
                 loss = model(
@@ -96,11 +98,15 @@ class Reference:
             value += loss.detach().double().cpu()
         return Measured(value, {name: p.grad for name, p in model.named_parameters()})
 
-    def _apart(self, model: nn.Module, ids: Tensor, documents: list[list[int]] | None) -> Tensor:
-        """Logits, every document by itself: not every model makes a mask of positions that restart (gpt-oss does not)."""
+    def _apart(
+        self, model: nn.Module, ids: Tensor, documents: list[list[int]] | None, **more: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits and those of the routers, every document by itself."""
         rows = [row.split(lengths) for row, lengths in zip(ids, documents or [[ids.shape[1]]] * len(ids), strict=True)]
-        parts = [[model(part[None].to(self.device), use_cache=False).logits[0] for part in row] for row in rows]
-        return torch.stack([torch.cat(row) for row in parts])
+        parts = [[model(part[None].to(self.device), use_cache=False, **more) for part in row] for row in rows]
+        logits = torch.stack([torch.cat([part.logits[0] for part in row]) for row in parts])
+        routed = [getattr(part, "router_logits", None) or () for row in parts for part in row]
+        return logits, tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
 
     def routing_margin(self, ids: Tensor, documents: list[list[int]] | None) -> float:
         """How close the closest choice between two experts is. Without experts there is no choice."""
@@ -108,9 +114,13 @@ class Reference:
         if not top_k or model_type(self.wide) not in FAMILIES:
             return float("inf")
         place = None if documents is None else positions(documents, *ids.shape).to(self.device)
+        more: dict[str, Any] = dict(output_router_logits=True)
         with torch.no_grad():
-            out = self.wide(ids.to(self.device), position_ids=place, use_cache=False, output_router_logits=True)
-        gaps = [torch.diff(logits.topk(top_k + 1, -1).values)[:, -1].abs().min() for logits in out.router_logits]
+            if _apart_only(self.wide, documents):
+                _, routed = self._apart(self.wide, ids, documents, **more)
+            else:
+                routed = self.wide(ids.to(self.device), position_ids=place, use_cache=False, **more).router_logits
+        gaps = [torch.diff(logits.topk(top_k + 1, -1).values)[:, -1].abs().min() for logits in routed]
         return min(float(gap) for gap in gaps)
 
     def compare(self, ours: Measured, batches: list[Raw], name: str, limit: float, angles: bool = False) -> list[Item]:
@@ -150,8 +160,8 @@ class Reference:
     def compare_logits(self, ours: Tensor, ids: Tensor, documents: list[list[int]] | None, limit: float) -> list[Item]:
         def logits_of(model: nn.Module) -> Tensor:
             with torch.no_grad():
-                if model_type(model) not in FAMILIES:
-                    return self._apart(model, ids, documents).cpu()
+                if _apart_only(model, documents):
+                    return self._apart(model, ids, documents)[0].cpu()
                 place = None if documents is None else positions(documents, *ids.shape).to(self.device)
                 return model(ids.to(self.device), position_ids=place, use_cache=False).logits.cpu()
 
@@ -177,6 +187,22 @@ def _rows(
         Item(f"{name}loss", loss, limits[""]),
         Item(f"{name}gradients ({len(errors)})", errors[worst], limits[worst], worst),
     ]
+
+
+def _apart_only(model: nn.Module, documents: list[list[int]] | None) -> bool:
+    """Whether documents are given one by one: not every model makes a mask of positions that restart."""
+    kind = model_type(model)
+    return kind not in FAMILIES or (documents is not None and not FAMILIES[kind].masks_documents)
+
+
+def _balance_loss(model: nn.Module, routed: tuple[Tensor, ...]) -> Tensor | float:
+    """What the model itself adds to its loss, of all documents together."""
+    inner: Any = base_model(model)
+    family = FAMILIES.get(inner.config.model_type)
+    if family is None or not family.experts or not inner.config.output_router_logits:
+        return 0.0
+    own = sys.modules[type(inner).__module__].load_balancing_loss_func
+    return inner.router_aux_loss_coef * own(routed, inner.num_experts, inner.num_experts_per_tok)
 
 
 def _longest(ids: Tensor, documents: list[list[int]] | None) -> int:
@@ -206,8 +232,16 @@ def exact_angles(model: nn.Module) -> Iterator[None]:
         def forward(x: Tensor, position_ids: Tensor, *args: Any, angles: Angles = angles, **kwargs: Any) -> Any:
             return angles(x, position_ids, int(position_ids.max()) + 1, True, *args, **kwargs)
 
-        def formed(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-            return rope_for(config, layer_type, int(position_ids.max()) + 1).cos_sin(position_ids, x.dtype, x.device)
+        def formed(
+            x: Tensor, position_ids: Tensor, layer_type: str | None = None, own: Any = module.forward
+        ) -> tuple[Tensor, Tensor]:
+            kind = () if layer_type is None else (layer_type,)
+            width = own(x, position_ids[..., :1], *kind)[0].shape[
+                -1
+            ]  # gpt-oss has no second half, which is like the first
+            rope = rope_for(config, layer_type, int(position_ids.max()) + 1)
+            cos, sin = rope.cos_sin(position_ids, x.dtype, x.device)
+            return cos[..., :width], sin[..., :width]
 
         module.forward = formed if config.model_type in FAMILIES else forward
     try:

@@ -436,6 +436,51 @@ def test_no_model_as_transformers_builds_it_is_refused(preset: str, how: str):
     read_model(add_lora(model, seed=1) if how == "lora" else model)
 
 
+PARTS: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "a dropout": (
+        "phi3",
+        lambda m: setattr(m.model.layers[1].resid_mlp_dropout, "p", 0.1),
+        "resid_mlp_dropout.p is 0.1",
+    ),
+    "a hook on a dropout": (
+        "phi3",
+        lambda m: m.model.layers[0].resid_attn_dropout.register_forward_hook(lambda *_: None),
+        "model.layers.0.resid_attn_dropout (Dropout) has a hook",
+    ),
+    "a hook on fused heads": (
+        "phi3",
+        lambda m: m.model.layers[0].self_attn.qkv_proj.register_forward_hook(lambda *_: None),
+        "model.layers.0.self_attn.qkv_proj (Linear) has a hook",
+    ),
+    "no sinks": ("gpt_oss", lambda m: delattr(m.model.layers[0].self_attn, "sinks"), "parameters of its own: none"),
+    "a router": ("gpt_oss", lambda m: setattr(m.model.layers[0].mlp.router, "top_k", 1), "mlp.router.top_k is 1"),
+    "sinks elsewhere": (
+        "glm4",
+        lambda m: setattr(m.model.layers[0].self_attn, "sinks", nn.Parameter(torch.zeros(8))),
+        "parameters of its own: sinks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_few_families_have(case: str):
+    preset, change, words = PARTS[case]
+    model = tiny(preset)
+    change(model)
+    with pytest.raises(ValueError) as caught:
+        read_model(model)
+    assert words in str(caught.value)
+
+
+def test_a_hook_on_an_mlp_that_returns_more_is_tried():
+    model = tiny("gpt_oss")
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    read_model(model)
+    model.model.layers[0].mlp.register_forward_hook(lambda m, x, y: (y[0] - y[0].mean(1, keepdim=True), y[1]))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp .* depends on how many tokens there are"):
+        read_model(model)
+
+
 @pytest.mark.parametrize("route", ["add_adapter", "inject"])
 def test_adapters_that_were_put_into_the_model_itself_learn_as_in_the_untouched_one(route: str):
     """Hugging Face's own way to PEFT, without a wrapper around the model."""

@@ -194,6 +194,19 @@ def test_rotate_is_transformers_bit_for_bit(dtype):
     assert torch.equal(rotate(k, cos[:, None], sin[:, None]), k_true)
 
 
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_a_part_of_a_head_is_rotated_bit_for_bit(family: str):
+    import importlib
+
+    theirs = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    q, k = torch.randn(2, 4, 9, 64, dtype=torch.bfloat16), torch.randn(2, 2, 9, 64, dtype=torch.bfloat16)
+    cos, sin = rope_for(llama(YARN), None, 1009).cos_sin(torch.arange(9)[None], torch.bfloat16, "cpu")
+    cos, sin = (torch.cat((t[..., :20], t[..., :20]), -1) for t in (cos, sin))  # 40 of 64
+    for mine, true in zip((q, k), theirs(q, k, cos, sin), strict=True):
+        turned = rotate(mine, cos[:, None], sin[:, None], interleaved=family == "glm4")
+        assert torch.equal(turned, true) and torch.equal(turned[..., 40:], mine[..., 40:])
+
+
 def gemma3() -> Gemma3TextConfig:
     return Gemma3TextConfig(
         hidden_size=128,
@@ -411,6 +424,21 @@ def test_settings_of_a_run_reach_the_exported_config(name: str, tmp_path):
             cos, sin = module(torch.zeros(1), torch.arange(16)[None])
             mine = ours.cos_sin(torch.arange(16), torch.float32, "cpu")
             torch.testing.assert_close(mine, (cos[0], sin[0]), rtol=0, atol=1e-6)
+
+
+def test_another_kind_keeps_the_part_that_is_rotated_or_is_refused():
+    from ithaca.config.schema import Model
+    from ithaca.config.schema import Rope as Settings
+    from ithaca.engine.build import model_config
+
+    yarn = Settings(rope_type="yarn", factor=8.0, original_max_position_embeddings=4096)
+    glm = model_config(Model(folder="glm4_9b", rope=yarn), 65536)
+    assert glm.rope_parameters["partial_rotary_factor"] == 0.5 and len(rope_for(glm, None, 1).inv_freq) == 32
+    with pytest.raises(
+        ValueError, match=r"a Phi3Config does not keep these settings .*a larger model\.rope\.rope_theta"
+    ):
+        model_config(Model(folder="phi4", rope=yarn), 65536)
+    assert model_config(Model(folder="phi4", rope=Settings(rope_theta=1e7)), 65536).rope_parameters["rope_theta"] == 1e7
 
 
 def test_the_precision_script_finds_what_it_is_for():

@@ -137,6 +137,13 @@ def test_each_rank_fills_its_share(workers: Workers, folders, preset: str, world
         assert sum(answer["held"] for answer in answers) == answers[0]["total"], "nothing twice, nothing missing"
 
 
+@pytest.mark.parametrize("preset", ["phi3", "gpt_oss"])
+def test_fused_heads_and_sinks(workers: Workers, tmp_path: Path, preset: str):
+    tiny(preset).save_pretrained(tmp_path, max_shard_size="60KB")
+    for answer in workers.run(fill, preset, str(tmp_path), dict(ulysses=2), world=2):
+        check(answer, preset, untouched_loss(preset), 2)
+
+
 def test_replicas_hold_a_copy_each(workers: Workers, folders):
     answers = workers.run(fill, "mixtral", str(folders["mixtral", "published"]), dict(replicate=2, ulysses=2), world=4)
     for answer in answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import warnings
@@ -18,6 +19,8 @@ from ithaca.evaluation.generate.greedy import generate
 
 from ...contract.tiny import VOCABULARY, prepared, tiny
 from ...data.make import CHATML, byte_level, save_tokenizer, words
+
+LONG = os.environ.get("ITHACA_FAMILIES") == "long"
 
 NEW = 10
 STACKS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,7 +57,10 @@ def test_tokens_are_those_of_transformers(workers: Workers, name: str):
     assert len({tuple(each) for each in wanted}) == 3
 
 
-@pytest.mark.parametrize("preset", ["gemma3", "qwen3_moe", "granite", "smollm3", "ministral3"])
+@pytest.mark.parametrize(
+    "preset",
+    ["gemma3", "qwen3_moe", "gpt_oss", "granite", *(["phi3", "glm4", "smollm3", "ministral3"] if LONG else [])],
+)
 def test_families_with_quirks(workers: Workers, preset: str):
     wanted = theirs(preset, 70)
     for found in workers.run(ours, preset, [70], dict(ring=2), world=2):

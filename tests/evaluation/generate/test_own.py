@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def both(kind: str, stack: Stack, length: int) -> tuple[list[int], list[int]]:
     randomize(model, 3)
     own = copy.deepcopy(model).eval()
     own.generation_config.eos_token_id = None
-    run = prepare(model, stack, device="cpu")
+    run = prepare(model, replace(stack, engine="module"), device="cpu")
     prompt = torch.randint(0, TEXT, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     ours = generate(run, prompt, most=MOST)
     theirs = own.generate(torch.tensor([prompt]), max_new_tokens=MOST, do_sample=False, pad_token_id=0)

@@ -11,7 +11,7 @@ import pytest
 from ithaca.cli.main import main
 from ithaca.config import load
 from ithaca.engine.model.presets import preset_config
-from ithaca.engine.model.shrink import shrink_config
+from ithaca.engine.model.shrink import smallest
 from ithaca.observe.plans import answers
 from ithaca.observe.plans.asking import Wrong, read
 from ithaca.planner.config import requested, run_yaml
@@ -99,7 +99,7 @@ def test_a_number_of_tokens_has_a_cost():
 
 def test_a_model_without_arithmetic_is_counted(tmp_path: Path):
     folder = tmp_path / "small"
-    shrink_config(preset_config("glm4_9b"), layers=2).save_pretrained(folder)
+    smallest("exaone4").save_pretrained(folder)
     asked, said = read({"model": str(folder), "gpus": "1xH100-80GB", "context": "256"}), []
     assert answers.answer(asked) is None
     (piece,) = answers.pieces(asked, said.append)
@@ -107,7 +107,7 @@ def test_a_model_without_arithmetic_is_counted(tmp_path: Path):
     assert piece["part"] == "answer" and shown["fits"] and "dry run of its own code" in shown["counted"]
     assert said and said[0].startswith("dry run at 256") and shown["times"] is None and shown["cost"] is None
     assert shown["untimed"] == "small has no arithmetic here"
-    assert answers.by_dry_run(read({**EIGHT, "model": "gpt_oss_20b"})) and not answers.by_dry_run(read(EIGHT))
+    assert answers.by_dry_run(read({**EIGHT, "model": str(folder)})) and not answers.by_dry_run(read(EIGHT))
 
 
 def test_no_time_where_none_is_known_and_that_is_said():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from ..attention.stages import StagedAttention
+from ..attention.stages import Source, StagedAttention
 from ..limits import PROJECTION_TILES
 from ..model.adapter import Layer
 from ..model.rope import Positions
 from ..offload.store import Store
+from ..tiling import Gradients
 
 
 @dataclass
@@ -34,6 +36,26 @@ class LayerCall:
     @property
     def projection_tile(self) -> int | None:
         return None if self.tile is None else self.tile * PROJECTION_TILES
+
+    def attend(self, source: Source, like: Tensor, keep: bool) -> tuple[list[Tensor], list]:
+        """attention.forward, with the layer's sinks where it has them."""
+        return self._attention().forward(source, like, keep)
+
+    def attend_backward(
+        self, source: Source, like: Tensor, lses: list[Tensor], kept: list, gradients: Gradients
+    ) -> None:
+        """attention.backward; the gradient of the sinks goes to `gradients`."""
+        sinks = self.layer.sinks
+        if sinks is None or not sinks.requires_grad:
+            return self._attention().backward(source, like, lses, kept)
+        wide = torch.promote_types(sinks.dtype, torch.float32)
+        dsinks = torch.zeros(sinks.shape, dtype=wide, device=sinks.device)
+        replace(self._attention(), dsinks=dsinks).backward(source, like, lses, kept)
+        gradients.add([sinks], [dsinks])
+
+    def _attention(self) -> StagedAttention:
+        sinks = self.layer.sinks
+        return self.attention if sinks is None else replace(self.attention, sinks=sinks.detach())
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.layer.module.parameters() if p.requires_grad]

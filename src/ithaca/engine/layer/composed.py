@@ -61,7 +61,7 @@ class ComposedLayer(torch.autograd.Function):
         keep_qkv = call.learn and call.recompute == "none"
         # likewise a stage projects its heads again; one stage with all heads has nothing to gain from that
         source = WholeSource(call, x, keep_graph and len(call.attention.schedule) == 1)
-        lses, qkv = call.attention.forward(source, x, keep_qkv)
+        lses, qkv = call.attend(source, x, keep_qkv)
         attended = source.whole["out"].flatten(2)
         y, routing, graph = _after_forward(call, x, attended, keep_graph)
         if call.learn:
@@ -81,7 +81,7 @@ class ComposedLayer(torch.autograd.Function):
         x, *more = call.store.take(ctx.handle)
         source = kept.source or WholeSource(call, x)
         if call.recompute == "layer":
-            lses, _ = call.attention.forward(source, x, False)
+            lses, _ = call.attend(source, x, False)
             attended = source.whole["out"].flatten(2)
         else:
             attended, *lses = more
@@ -93,7 +93,7 @@ class ComposedLayer(torch.autograd.Function):
                 call, tile, x[:, tile], attended[:, tile], dy[:, tile], routing, source.gradients, kept.after
             )
         source.whole["dout"] = dattended.view(source.whole["out"].shape)
-        call.attention.backward(source, x, lses, kept.qkv)
+        call.attend_backward(source, x, lses, kept.qkv, source.gradients)
         source.finish(dx)
         ctx.kept = ctx.handle = None
         grads = [source.gradients.take(p) for p in call.trainable()]

@@ -55,12 +55,18 @@ def graph(rank: RankCost) -> int:
 
 def graph_after(rank: RankCost) -> int:
     """What autograd keeps of the untiled half behind attention."""
-    *inner, outer = rank.model.traits.mlp
+    model = rank.model
+    if model.experts:
+        narrow = rank.vectors * (BF16 * (3 * model.hidden + 4 * model.shared) + FP32)
+        return experts(rank, rank.vectors)["kept"] + narrow
+    *inner, outer = model.traits.mlp
     wide = 3 if len(inner) > 1 else 1  # gate, up, the activation; or what the activation keeps
     wide += 1 if rank.learns(outer) else 0  # and down's input
     narrow = 3 if rank.learns(*inner) else 2  # the attention output's projection, the residual, gate's input
+    if model.fused_norms:  # what the norms behind attention and MLP are of
+        narrow += sum(name is not None for name in (model.traits.after_attention, model.traits.after_mlp))
     rms = FP32
-    return rank.vectors * (BF16 * (wide * rank.model.intermediate + narrow * rank.model.hidden) + rms)
+    return rank.vectors * (BF16 * (wide * model.intermediate + narrow * model.hidden) + rms)
 
 
 def stored(rank: RankCost) -> Bytes:
@@ -87,24 +93,47 @@ def stored(rank: RankCost) -> Bytes:
 # -- tiles ---------------------------------------------------------------------------------------------------------------
 
 
+def experts(rank: RankCost, vectors: int) -> dict[str, int]:
+    """What experts hold of so many tokens: in forward at most, for backward, and in backward at most. transformers sorts tokens by
+    expert, one copy for each that a token goes to, multiplies them in groups, and puts them back in order."""
+    model = rank.model
+    hidden, wide = (BF16 * vectors * model.active_experts * size for size in (model.hidden, model.intermediate))
+    if (
+        model.traits.clamped_experts
+    ):  # biases for each copy; gate and up before and behind the clamp, and what is made of them
+        return {"forward": hidden + 9 * wide, "kept": 2 * hidden + 7 * wide, "backward": 4 * hidden + 7 * wide}
+    return {
+        "forward": max(4 * hidden, hidden + 4 * wide),
+        "kept": 2 * hidden + 4 * wide,
+        "backward": 5 * hidden + 3 * wide,
+    }
+
+
 def tile_after(rank: RankCost, backward: bool) -> int:
     """A tile of the half behind attention: o_proj, residual, norm, MLP."""
     model, vectors = rank.model, rank.rows * rank.tile
-    wide = model.intermediate * (model.active_experts or 1)
     *inner, _ = model.traits.mlp
+    adapted = 1 if rank.adapts(inner[-1]) else 0  # up's adapter beside gate, up and their product
+    if model.experts:
+        grouped = experts(rank, vectors)
+        if backward:  # the graph of the shared expert beside that of the others
+            return grouped["backward"] + vectors * BF16 * (3 * model.hidden + 4 * model.shared)
+        narrow = 4 if model.shared else 3  # what the shared expert has made waits for the others
+        shared = vectors * BF16 * (3 + adapted) * model.shared
+        return max(grouped["forward"], shared) + narrow * vectors * BF16 * model.hidden
+    wide = model.intermediate
     if backward:
         wider = 6 * wide if len(inner) > 1 else 4 * wide  # gate, up, activation, and their gradients
-        wider += 4 * model.shared  # the graph of the shared expert beside that of the others
         narrow = 3 if rank.learns(*inner) else 2  # the input of gate and up is kept for their gradients
         return vectors * BF16 * (wider + narrow * model.hidden)
-    adapted = 1 if inner[-1] in rank.job.adapters else 0  # up's adapter beside gate, up and their product
-    narrow = 4 if model.shared else 3  # what the shared expert has made waits for the others
-    return vectors * BF16 * ((3 + adapted) * max(wide, model.shared) + narrow * model.hidden)
+    if model.traits.fused_mlp:  # gate stays beside what the activation makes of it; an adapter's product is of both
+        adapted = 1 + 2 * adapted
+    return vectors * BF16 * ((3 + adapted) * wide + 3 * model.hidden)
 
 
 def tile_project(rank: RankCost, t: int) -> int:
     """A tile of a stage's projections in forward."""
-    model, stage, adapters = rank.model, rank.attention.stages[t], rank.job.adapters.keys()
+    model, stage = rank.model, rank.attention.stages[t]
     token = rank.rows * rank.projection_tile * BF16
     normed = token * model.hidden
     q, k = token * stage.heads * model.head_dim, token * stage.distinct_kv_heads * model.head_dim
@@ -119,8 +148,8 @@ def tile_project(rank: RankCost, t: int) -> int:
         7 if model.traits.wide_rope else 4
     )  # a projection, its two halves turned (in fp32, if wide), and the result
     adapting = 2  # an adapter's product, and the same scaled
-    of_q = (rotating + (adapting if "q_proj" in adapters else 0)) * q
-    of_kv = q + (rotating + (adapting if adapters & {"k_proj", "v_proj"} else 0)) * k  # beside q, which is done
+    of_q = (rotating + (adapting if rank.adapts("q_proj") else 0)) * q
+    of_kv = q + (rotating + (adapting if rank.adapts("k_proj", "v_proj") else 0)) * k  # beside q, which is done
     return normed + max(of_q, of_kv, cut) + chosen
 
 
@@ -153,9 +182,7 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     if not rank.job.lora:
         return narrow + projected + alone * qkv + weight_gradients
     q = token * stage.heads * model.head_dim
-    scaled = (
-        q if rank.job.adapters.keys() & {"q_proj", "k_proj", "v_proj"} else 0
-    )  # q's adapter's gradient before its scale
+    scaled = q if rank.adapts("q_proj", "k_proj", "v_proj") else 0  # q's adapter's gradient before its scale
     normed = q if model.traits.qk_norm == "head" else 0
     return max(narrow + projected + scaled + normed, narrow + 5 * scaled) + weight_gradients
 
@@ -297,6 +324,8 @@ def _after_backward(rank: RankCost, layer: int, inputs: int) -> Snapshot:
     transposed = 0 if job.lora else model.hidden * model.intermediate * BF16  # the gradient of one linear of the MLP
     if rank.stack.recompute_of(layer) == "none" and rank.stack.tile is None:
         work = 2 * rank.vectors * model.intermediate * BF16  # gradients of gate and up
+        if model.experts:
+            work = experts(rank, rank.vectors)["backward"] - experts(rank, rank.vectors)["kept"]
     else:
         work = tile_after(rank, backward=True)
     tile = max(transposed + work, trained * BF16)

@@ -150,7 +150,7 @@ class StreamedLayer(torch.autograd.Function):
         pieces, on_device = _pieces(call, x.shape[1]), _on_device(call, x)
         source = StreamedSource(call, WholeInputs(x, call.projection_tile), pieces, on_device)
         handles = [call.store.put([x[:, piece]]) for piece in pieces] if call.learn else []
-        lses, _ = call.attention.forward(source, x, False)
+        lses, _ = call.attend(source, x, False)
         y, routing = _after_forward(call, source, x, handles)
         if call.learn:
             ctx.call, ctx.inputs, call.stored = call, Pieces(handles, pieces), True
@@ -172,14 +172,14 @@ class StreamedLayer(torch.autograd.Function):
         if call.recompute == "keep_attention":
             source.out, lses = ctx.out, call.store.take(ctx.lses)
         else:
-            lses, _ = call.attention.forward(source, dy, False)
+            lses, _ = call.attend(source, dy, False)
         dx = dy.detach() if call.run_store.kind != "gpu" else dy.detach().clone()
         routing = routing_grads[0] if routing_grads else None
         _after_backward(call, source, ctx.inputs, dx, routing)
         # while this layer attends, the layer below (its input, attention output and lse) comes nearer
         order = ctx.order if call.run_store is call.store else sys.maxsize  # an upper layer with a store of its own
         call.run_store.prefetch(order, sum(tensor.nbytes for tensor in (dx, *lses)) + _attended_bytes(call, dx))
-        call.attention.backward(source, dx, lses, [])
+        call.attend_backward(source, dx, lses, [], source.gradients)
         source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None
         grads = [source.gradients.take(p) for p in call.trainable()]

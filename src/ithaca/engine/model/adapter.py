@@ -67,6 +67,12 @@ class Layer:
         return getattr(self.module, name) if name else None
 
     @property
+    def sinks(self) -> Tensor | None:
+        """[H], of layers that have them; FSDP2 gathers them for forward and again for backward, so ask inside of a layer's call."""
+        attention: Any = self.module.self_attn
+        return attention.sinks if self.family.sinks else None
+
+    @property
     def before(self) -> nn.Module | None:
         return self._part(self.family.before_attention)
 
@@ -111,7 +117,7 @@ class Layer:
         if self.router is None:
             update = module.mlp(inner)
         else:
-            update, logits = self.router.watch(lambda: module.mlp(inner))
+            update, logits = self.router.watch(lambda: _states(module.mlp(inner)))
         if self.family.after_mlp:
             update = self._apply(self._part(self.family.after_mlp), update)
         return x + self._scaled(update), logits
@@ -119,6 +125,11 @@ class Layer:
     @holds("tile")
     def _scaled(self, update: Tensor) -> Tensor:
         return update if self.residual == 1.0 else update * self.residual
+
+
+def _states(result: Any) -> Tensor:
+    """Of what an MLP returns: gpt-oss adds the router's scores."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 @dataclass
@@ -204,7 +215,7 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
     problems = first_of_each(
         changed
         + config_violations(config)
-        + _adapter_violations(model, inner)
+        + _adapter_violations(model, inner, family)
         + _window_violations(base, config, family)
     )
     if getattr(config, "attn_logit_softcapping", None):
@@ -251,10 +262,14 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
 def _layer(index: int, module: Any, base: Any, config: Any, family: Family, norm_kernel: NormKernel) -> Layer:
     attention = module.self_attn
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    projector = Projector(attention, heads, kv_heads, attention.head_dim, family.qk_norm, norm_kernel)
+    projector = Projector(
+        attention, heads, kv_heads, attention.head_dim, family.qk_norm, norm_kernel, family.fused_qkv,
+        family.interleaved_rope,
+    )  # fmt: skip
     router = None
-    if family.experts and hasattr(module.mlp, "gate") and hasattr(module.mlp, "experts"):
-        router = Router(module.mlp.gate, module.mlp.gate.num_experts, config.num_experts_per_tok)
+    if family.experts and hasattr(module.mlp, family.router) and hasattr(module.mlp, "experts"):
+        gate = getattr(module.mlp, family.router)
+        router = Router(gate, gate.num_experts, config.num_experts_per_tok)
     rope_type = config.layer_types[index] if family.rope_by_layer else None
     window = family.window_of(attention, config)
     return Layer(
@@ -277,9 +292,9 @@ def _structure_violations(base: Any, family: Family) -> list[str]:
                 problems.append(f"{name} of layer {index} differs from the known structure in {', '.join(odd)}")
                 return problems  # one layer tells enough
             direct = [name for name, _ in module.named_parameters(recurse=False)]
-            if direct:
+            if direct != (["sinks"] if family.sinks and module is layer.self_attn else []):
                 problems.append(
-                    f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct)}"
+                    f"{type(module).__name__} of layer {index} has parameters of its own: {', '.join(direct) or 'none'}"
                 )
                 return problems
     return problems
@@ -314,10 +329,10 @@ def lora_violations(model: Any, inner: Any) -> list[str]:
     return problems
 
 
-def _adapter_violations(model: Any, inner: Any) -> list[str]:
+def _adapter_violations(model: Any, inner: Any, family: Family) -> list[str]:
     problems = lora_violations(model, inner)
     for index, layer in enumerate(inner.model.layers):
-        for part in ("q_proj", "k_proj", "v_proj"):
+        for part in family.projections:
             linear = getattr(layer.self_attn, part, None)
             problem = linear and linear_violation(linear, f"model.layers.{index}.self_attn.{part}")
             if problem and problem not in problems:

@@ -13,6 +13,7 @@ refused: an unknown part may be an unknown quirk.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -24,17 +25,28 @@ class Family:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     qk_norm: str | None = None  # "head": each head by itself; "whole": all heads of a token together
+    fused_qkv: str | None = None  # the one linear that makes q, k and v, its rows in this order
+    fused_mlp: bool = False  # gate and up are one linear, gate_up_proj
+    dropouts: tuple[str, ...] = ()  # of a layer: at zero, or refused, so they are not called
     window: str = "none"  # where the sliding window stands: "none", "config" (all layers), "layer" (attention module)
     rope_by_layer: bool = False  # rotary settings differ by config.layer_types
     wide_rope: bool = False  # q and k are rotated in float32 and rounded afterwards
     nope: bool = False  # layers whose attention says use_rope=0 turn nothing
     query_scale: bool = False  # queries grow with the logarithm of their position (Llama 4's way)
     multipliers: bool = False  # embedding, what a layer adds, and logits are scaled by numbers of the config
+    partial_rope: bool = False  # of a head the first part may be rotated (partial_rotary_factor)
+    interleaved_rope: bool = False  # a pair are neighbours, not values of the two halves
     logit_cap: bool = False  # config.final_logit_softcapping is obeyed
     plain_norms: bool = True  # weight · x / rms(x), the mean square in float32: torch has one kernel for it
     layer_norms: bool = False  # norms take off the mean and have a bias
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # linears of a dense MLP, inner ones first
     experts: bool = False  # some layers have a router, whose balance loss belongs to the loss
+    router: str = "gate"  # what the MLP calls it
+    clamped_experts: bool = False  # they have biases, and gate and up are clamped: more is kept of them
+    masks_documents: bool = True  # transformers makes a mask of positions that restart
+    sinks: bool = (
+        False  # each head has a score that every query sees beside its keys: the parameter `sinks` of attention
+    )
 
     @property
     def name(self) -> str:
@@ -44,11 +56,26 @@ class Family:
     @property
     def layer_parts(self) -> set[str]:
         norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        return {"self_attn", "mlp"} | {name for name in norms if name}
+        return {"self_attn", "mlp", *self.dropouts} | {name for name in norms if name}
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The linears that make q, k and v."""
+        return (self.fused_qkv,) if self.fused_qkv else ("q_proj", "k_proj", "v_proj")
+
+    @cached_property  # a search for a plan asks thousands of times
+    def fused(self) -> dict[str, str]:
+        """What of the usual linears is a part of which."""
+        parts: dict[str, str] = {}
+        if self.fused_qkv:
+            parts |= {name: self.fused_qkv for name in ("q_proj", "k_proj", "v_proj")}
+        if self.fused_mlp:
+            parts |= {name: "gate_up_proj" for name in ("gate_proj", "up_proj")}
+        return parts
 
     @property
     def attention_parts(self) -> set[str]:
-        return {"q_proj", "k_proj", "v_proj", "o_proj"} | ({"q_norm", "k_norm"} if self.qk_norm else set())
+        return {*self.projections, "o_proj"} | ({"q_norm", "k_norm"} if self.qk_norm else set())
 
     def window_of(self, attention: Any, config: Any) -> int | None:
         if self.window == "none":
@@ -106,6 +133,32 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family("OlmoeForCausalLM", qk_norm="whole", experts=True),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", window="layer", experts=True),
     "starcoder2": Family("Starcoder2ForCausalLM", window="config", layer_norms=True, mlp=("c_fc", "c_proj")),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        fused_qkv="qkv_proj",
+        fused_mlp=True,
+        dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+        window="config",
+        partial_rope=True,
+    ),
+    "glm": Family("GlmForCausalLM", fused_mlp=True, partial_rope=True, interleaved_rope=True),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        after_attention="post_self_attn_layernorm",
+        after_mlp="post_mlp_layernorm",
+        fused_mlp=True,
+        partial_rope=True,
+        interleaved_rope=True,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        window="layer",
+        experts=True,
+        router="router",
+        clamped_experts=True,
+        masks_documents=False,
+        sinks=True,
+    ),
 }
 
 

@@ -47,6 +47,7 @@ _NO_MATTER_IN_CONFIG = {
     "use_cache", "dtype", "torch_dtype", "architectures", "transformers_version", "pad_token_id", "bos_token_id", "eos_token_id",
     "_name_or_path", "name_or_path", "_commit_hash", "return_dict",
 }  # fmt: skip
+_SHAPED = ("q_proj", "k_proj", "v_proj", "qkv_proj", "embed_tokens", "lm_head")  # linears whose rows are counted here
 _REMEDY = "use the model as transformers builds it"
 
 
@@ -104,7 +105,7 @@ def unpatched(kind: type, forward: Any) -> bool:
 # -- which parts there are --------------------------------------------------------------------------------------------------
 
 
-def replaced(inner: Any) -> Iterator[tuple[str, nn.Module]]:
+def replaced(inner: Any, family: Family) -> Iterator[tuple[str, nn.Module]]:
     """Parts whose work our code does: nothing that hangs on them would run."""
     yield "", inner
     yield "model", inner.model
@@ -113,8 +114,10 @@ def replaced(inner: Any) -> Iterator[tuple[str, nn.Module]]:
     for i, layer in enumerate(inner.model.layers):
         yield f"model.layers.{i}", layer
         yield f"model.layers.{i}.self_attn", layer.self_attn
-        for part in ("q_proj", "k_proj", "v_proj"):
+        for part in family.projections:
             yield from _with_adapters(f"model.layers.{i}.self_attn.{part}", getattr(layer.self_attn, part))
+        for part in family.dropouts:
+            yield f"model.layers.{i}.{part}", getattr(layer, part)
 
 
 def _with_adapters(name: str, linear: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -140,7 +143,7 @@ def called(inner: Any, family: Family) -> Iterator[tuple[str, nn.Module, int, in
         elif family.qk_norm:
             yield f"{name}.self_attn.q_norm", attention.q_norm, inside, None
             yield f"{name}.self_attn.k_norm", attention.k_norm, attention.head_dim * config.num_key_value_heads, None
-        for part in sorted(family.layer_parts - {"self_attn"}):
+        for part in sorted(family.layer_parts - {"self_attn", *family.dropouts}):
             yield f"{name}.{part}", getattr(layer, part), width, None
 
 
@@ -162,7 +165,7 @@ def model_violations(model: nn.Module, inner: Any, family: Family) -> list[str]:
         for name, wrapper in (("the PEFT model", model), ("its base_model", getattr(model, "base_model", model))):
             problems += _part_violations(name, wrapper)
     built = dict(twin.named_modules())
-    for name, module in replaced(inner):
+    for name, module in replaced(inner, family):
         problems += _part_violations(name or "the model", module, built.get(name))
     for name, parameter in inner.named_parameters():
         problems += _parameter_violations(name, parameter)
@@ -341,7 +344,7 @@ def _setting_violations(inner: Any, twin: Any) -> Iterator[str]:
     shapes = {name.replace(".base_layer", ""): p.shape for name, p in inner.named_parameters(remove_duplicate=False)}
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         part = name.split(".")[-2]
-        if part in ("q_proj", "k_proj", "v_proj", "embed_tokens", "lm_head") and shapes.get(name) != parameter.shape:
+        if part in _SHAPED and shapes.get(name) != parameter.shape:
             shape = list(shapes[name]) if name in shapes else "missing"
             yield f"{name} is {shape}, but model.config makes it {list(parameter.shape)}; set the config right"
 
@@ -354,9 +357,13 @@ def settled(inner: Any) -> Iterator[tuple[str, nn.Module]]:
     for i, layer in enumerate(inner.model.layers):
         yield f"model.layers.{i}", layer
         yield f"model.layers.{i}.self_attn", layer.self_attn
-        gate = getattr(layer.mlp, "gate", None)
-        if isinstance(gate, nn.Module) and not hasattr(gate, "base_layer"):
-            yield f"model.layers.{i}.mlp.gate", gate
+        for name, part in layer.named_children():
+            if isinstance(part, nn.Dropout):
+                yield f"model.layers.{i}.{name}", part
+        for name in ("gate", "router"):
+            gate = getattr(layer.mlp, name, None)
+            if isinstance(gate, nn.Module) and not hasattr(gate, "base_layer"):
+                yield f"model.layers.{i}.mlp.{name}", gate
 
 
 def settings(module: nn.Module) -> dict[str, Any]:

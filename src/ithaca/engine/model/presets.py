@@ -183,6 +183,21 @@ TINY: dict[str, dict[str, Any]] = {
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     ),
     "tiny_starcoder2": dict(_SMALL, model_type="starcoder2", sliding_window=88),
+    "tiny_phi3": dict(  # a whole row is beyond the length at which the tables change, a packed document is not
+        _SMALL, model_type="phi3", sliding_window=96, original_max_position_embeddings=128,
+        rope_parameters=_rope(
+            10000.0, "longrope", partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 2.0, 4.0],
+        ),
+    ),
+    "tiny_glm": dict(_SMALL, model_type="glm", head_dim=12, attention_bias=True),
+    "tiny_gpt_oss": dict(
+        _SMALL, **_ROUTER, model_type="gpt_oss", head_dim=16, num_local_experts=6, sliding_window=80,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=_rope(
+            10000.0, "yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=128,
+        ),
+    ),
+    "tiny_glm4": dict(_SMALL, model_type="glm4", head_dim=16, num_key_value_heads=2, attention_bias=True),
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     **_REAL,

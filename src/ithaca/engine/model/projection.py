@@ -32,7 +32,7 @@ class Leaf:
 
     parameter: Tensor
     value: Tensor
-    rows: Tensor | None = None
+    rows: Tensor | slice | None = None
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Bound:
     head_dim: int
     norm_kernel: NormKernel
     pick: Tensor | None = None  # heads to cut out of a whole projection
+    interleaved: bool = False  # neighbours are rotated as a pair
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, t, d] -> [B, t, heads, D]"""
@@ -90,27 +91,36 @@ class Projector:
     head_dim: int
     qk_norm: str | None
     norm_kernel: NormKernel = field(default_factory=NormKernel)
+    fused: str | None = None  # the one linear with the rows of q, k and v below each other
+    interleaved: bool = False  # rotary pairs are neighbours
     cache: dict = field(default_factory=dict)  # row indices by (heads, device): integers only, never weights
 
     def bind(self, which: str, heads: Sequence[int]) -> Bound:
         """which: "q", "k" or "v"."""
-        linear = getattr(self.attention, f"{which}_proj")
+        linear = getattr(self.attention, self.fused or f"{which}_proj")
         norm = getattr(self.attention, f"{which}_norm") if self.qk_norm and which in "qk" else None
         total = self.heads if which == "q" else self.kv_heads
         everything = list(heads) == list(range(total))
         whole = norm is not None and self.qk_norm == "whole"
-        rows = None if everything or whole else self._rows(tuple(heads), linear)
+        first = self._first(which)
+        rows: Tensor | slice | None = None if everything or whole else self._rows(tuple(heads), linear, first)
+        if self.fused and everything:
+            rows = slice(first * self.head_dim, (first + total) * self.head_dim)
         bound = bind_linear(linear, rows)
         leaves = bound.leaves + ([] if norm is None else [Leaf(p, p) for p in norm.parameters()])
         pick = None if everything or not whole else self._index(tuple(heads), leaves[0].value.device)
-        return Bound(bound, leaves, norm, self.qk_norm, self.head_dim, self.norm_kernel, pick)
+        return Bound(bound, leaves, norm, self.qk_norm, self.head_dim, self.norm_kernel, pick, self.interleaved)
 
-    def _rows(self, heads: tuple[int, ...], linear: nn.Module) -> Tensor:
+    def _first(self, which: str) -> int:
+        """Where the heads of q, k or v begin among the heads of their linear."""
+        return {"q": 0, "k": self.heads, "v": self.heads + self.kv_heads}[which] if self.fused else 0
+
+    def _rows(self, heads: tuple[int, ...], linear: nn.Module, first: int) -> Tensor:
         device = next(linear.parameters()).device
-        key = ("rows", heads, device)
+        key = ("rows", heads, first, device)
         if key not in self.cache:
             offsets = torch.arange(self.head_dim, device=device)
-            self.cache[key] = (self._index(heads, device)[:, None] * self.head_dim + offsets).flatten()
+            self.cache[key] = ((first + self._index(heads, device)[:, None]) * self.head_dim + offsets).flatten()
         return self.cache[key]
 
     def _index(self, heads: tuple[int, ...], device: torch.device) -> Tensor:
@@ -126,21 +136,24 @@ def project(bound: Bound, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tens
     if rope is None:
         return out
     cos, sin = rope
-    return rotate(out, cos.unsqueeze(2), sin.unsqueeze(2)).to(out.dtype)
+    return rotate(out, cos.unsqueeze(2), sin.unsqueeze(2), bound.interleaved).to(out.dtype)
 
 
-def bind_linear(linear: Any, rows: Tensor | None = None) -> BoundLinear:
+def bind_linear(linear: Any, rows: Tensor | slice | None = None) -> BoundLinear:
     """rows: output features to take, None = all (then the parameters themselves are the leaves)."""
     leaves: list[Leaf] = []
 
     def leaf(parameter: Tensor | None, cut: bool = True) -> int | None:
         if parameter is None:
             return None
-        if rows is None or not cut:
+        if rows is None:
             leaves.append(Leaf(parameter, parameter))
+        elif not cut:  # a leaf of its own: q, k and v may share an adapter's A, and each has its part of the gradient
+            leaves.append(Leaf(parameter, parameter.detach().requires_grad_(parameter.requires_grad)))
         else:
-            value = parameter.detach().index_select(0, rows).requires_grad_(parameter.requires_grad)
-            leaves.append(Leaf(parameter, value, rows))
+            whole = parameter.detach()
+            value = whole[rows] if isinstance(rows, slice) else whole.index_select(0, rows)
+            leaves.append(Leaf(parameter, value.requires_grad_(parameter.requires_grad), rows))
         return len(leaves) - 1
 
     base = getattr(linear, "base_layer", linear)

@@ -25,7 +25,8 @@ For dynamic and longrope the frequencies depend on the whole batch, so every ran
 long batch, transformers keeps the dynamic frequencies of that batch for shorter ones; we use those of the batch at
 hand.)
 
-Not supported, and refused: other types, and heads that are rotated only in part (`partial_rotary_factor`).
+Of some families only the first part of a head is rotated (`partial_rotary_factor`); of others that is refused, and so are other
+types.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 
 from ...base.holding import module_holds
 from ..limits import TABLE_BYTES
+from .families import FAMILIES
 
 # How far a float32 computation of the frequencies may be off, relative. On the ramps of yarn and llama3 the rounding of
 # the ramp is multiplied by `factor`: 7e-6 at factor 128. A different formula is off by far more.
@@ -114,8 +116,15 @@ class Positions:
         return self.rope.cos_sin(self.positions[:, tile], self.dtype, self.positions.device)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [..., D] by cos and sin that broadcast against it. Bit for bit what transformers does to q and to k."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate x [..., D] by cos and sin that broadcast against it, or its first part, if they are of less than D. Bit for bit what
+    transformers does to q and to k. interleaved: pairs are neighbours (GLM)."""
+    if cos.shape[-1] < x.shape[-1]:
+        turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+        return torch.cat((rotate(turned, cos, sin, interleaved), rest.to(cos.dtype)), dim=-1)
+    if interleaved:
+        cos, sin = (t.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for t in (cos, sin))
+        return x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2) * sin
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -132,13 +141,16 @@ def rope_for(config: Any, layer_type: str | None, length: int) -> Rope:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(_KINDS)}")
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    partial = family is not None and family.partial_rope
     for part in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
-        if part is not None and part != 1:
+        if part is not None and part != 1 and not partial:
             raise ValueError(
                 f"partial_rotary_factor={part} with rope type {kind!r} is not supported; "
                 "only models that rotate whole heads (partial_rotary_factor 1) are"
             )
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(dim * parameters.get("partial_rotary_factor", 1.0)) if partial else dim
     try:
         inv_freq, scaling = _KINDS[kind](config, parameters, dim, length)
     except KeyError as missing:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ...base.hub import find_name, folder, short
+from ...config.schema import LINEARS
 from .config import read_settings
 from .families import FAMILIES, Family
 from .presets import PRESETS
@@ -38,6 +39,7 @@ class ModelSizes:
     capped: bool = False  # the final logits have a soft cap, which the fused loss does not know
     divided: bool = False  # the final logits are divided by a number, and their gradient with them
     parameters: int = 0  # of a model without arithmetic here: as many as its parts have
+    rotary: int = 0  # of a head's values so many are rotated; 0 = all
 
     @property
     def pretrained(self) -> int | None:
@@ -101,10 +103,19 @@ class ModelSizes:
         hidden, wide = self.hidden, self.shared or self.intermediate  # of experts, the shared one has linears
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         *inner, outer = self.traits.mlp
-        return {
+        linears = {
             "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
             **dict.fromkeys(inner, (wide, hidden)), outer: (hidden, wide), "lm_head": (self.vocabulary, hidden),
         }  # fmt: skip
+        fused: dict[str, tuple[int, int]] = {}
+        for name, (rows, columns) in linears.items():
+            name = self.traits.fused.get(name, name)
+            fused[name] = (fused.get(name, (0, 0))[0] + rows, columns)
+        return fused
+
+    @property
+    def mlp_linears(self) -> set[str]:
+        return {self.traits.fused.get(name, name) for name in self.traits.mlp}
 
     @property
     def layer_tensors(self) -> list[tuple[int, int]]:
@@ -112,7 +123,7 @@ class ModelSizes:
         linears = {name: shape for name, shape in self.linears.items() if name != "lm_head"}
         if self.experts:  # gate and up of all experts are one tensor, and down is another
             if not self.shared:
-                for name in self.traits.mlp:
+                for name in self.mlp_linears:
                     del linears[name]
             wide = self.experts * self.intermediate
             return [*linears.values(), (2 * wide, self.hidden), (wide, self.hidden), (self.norm_weights + self.bias, 1)]
@@ -121,9 +132,12 @@ class ModelSizes:
     def named(self, targets: tuple[str, ...]) -> list[str]:
         """The linears that PEFT gives an adapter: those whose name is a target or ends with one. A target that names single
         layers counts for all of them."""
+        if targets == LINEARS:  # nobody has named them: those are meant that the model has
+            every = dict.fromkeys(self.traits.fused.get(name, name) for name in targets)
+            targets = tuple(name for name in every if name in self.linears)
         mlp = "mlp.shared_expert" if self.shared else "mlp"
         where = {
-            name: f".model.layers.*.{mlp if name in self.traits.mlp else 'self_attn'}.{name}" for name in self.linears
+            name: f".model.layers.*.{mlp if name in self.mlp_linears else 'self_attn'}.{name}" for name in self.linears
         }
         where["lm_head"] = ".lm_head"
         hits = {
@@ -158,6 +172,10 @@ class ModelSizes:
 _TIED = ("gemma", "gemma3_text", "smollm3", "starcoder2")
 # whether windows are used at all
 _WINDOWS_ASKED_FOR = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+# whether q, k and v have biases
+_BIASED = ("glm", "glm4", "gpt_oss", "qwen2", "qwen2_moe", "seed_oss")
+# how much of a head is rotated
+_PARTIAL = {"glm": 0.5, "glm4": 0.5}
 _NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
 )  # fmt: skip
@@ -194,12 +212,16 @@ def sliced(sizes: ModelSizes, layers: int | None) -> ModelSizes:
 
 def pretrained_length(family: str, longest: int) -> int:
     """Tokens of the rows that a model was pretrained on, where its config leaves room for more: Qwen3 was pretrained at 32,768, has
-    40,960 for an answer of that length behind a prompt, and its makers stretch from 32,768."""
+    40,960 for an answer of that length behind a prompt, and its makers stretch from 32,768; gpt-oss was stretched from 4,096."""
+    if family == "gpt_oss" and longest == 131072:
+        return 4096
     return 32768 if family in ("qwen3", "qwen3_moe") and longest == 40960 else longest
 
 
-def extension(context: int, pretrained: int) -> str:
+def extension(context: int, pretrained: int, family: str) -> str:
     """What trains a model beyond the positions it was made for."""
+    if family == "phi3":  # whose config takes no yarn
+        return "a larger --model.rope.rope_theta, or a longrope with its factors in the config"
     return (
         f"--model.rope.rope_type yarn --model.rope.factor {-(-context // pretrained)} "
         f"--model.rope.original_max_position_embeddings {pretrained}, or a larger --model.rope.rope_theta"
@@ -238,7 +260,7 @@ def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
         vocabulary=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         windows=_windows(config, family, layers),
-        bias=_biases(config, kind, (heads + 2 * kv_heads) * width, intermediate),
+        bias=_biases(config, kind, (heads + 2 * kv_heads) * width, intermediate, sparse),
         experts=sparse,
         active_experts=config.get("num_experts_per_tok") or 0 if sparse else 0,
         shared=config.get("shared_expert_intermediate_size") or 0 if sparse else 0,
@@ -247,22 +269,8 @@ def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
         longest=config.get("max_position_embeddings"),
         capped=family.logit_cap and bool(config.get("final_logit_softcapping")),
         divided=family.multipliers and config.get("logits_scaling", 1) != 1,
+        rotary=_rotary(config, family, width),
     )
-
-
-def _biases(config: dict[str, Any], kind: str, heads: int, intermediate: int) -> int:
-    """Elements of the biases of a layer. heads: of q, k and v together."""
-    hidden = config["hidden_size"]
-    inner = len(FAMILIES[kind].mlp) - 1
-    if kind in ("qwen2", "qwen2_moe"):
-        return heads if config.get("qkv_bias", True) else 0
-    if kind == "starcoder2":
-        return heads + inner * intermediate + 2 * hidden if config.get("use_bias", True) else 0
-    if kind == "seed_oss":
-        attention = heads * config.get("attention_bias", True) + hidden * config.get("attention_out_bias", False)
-    else:
-        attention = heads + hidden if config.get("attention_bias") else 0
-    return attention + (inner * intermediate + hidden if config.get("mlp_bias") else 0)
 
 
 def _windows(config: dict[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
@@ -276,3 +284,25 @@ def _windows(config: dict[str, Any], family: Family, layers: int) -> tuple[int |
     if family.window == "config" or not kinds:
         return (window,) * layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
+
+
+def _biases(config: dict[str, Any], kind: str, heads: int, intermediate: int, experts: int) -> int:
+    """Elements of the biases of a layer, and of gpt-oss its sinks. heads: of q, k and v together."""
+    hidden, inner = config["hidden_size"], len(FAMILIES[kind].mlp) - 1
+    if kind == "starcoder2":
+        return heads + inner * intermediate + 2 * hidden if config.get("use_bias", True) else 0
+    said = "qkv_bias" if kind == "qwen2_moe" else "attention_bias"
+    biased = kind == "qwen2" or config.get(said, kind in _BIASED)
+    outward = biased and kind not in ("glm", "glm4", "qwen2", "qwen2_moe")  # of o_proj
+    if kind == "seed_oss":
+        outward = config.get("attention_out_bias", False)
+    attention = (heads if biased else 0) + (hidden if outward else 0)
+    if kind == "gpt_oss":  # the router's, and two for each expert
+        return attention + experts * (1 + 2 * intermediate + hidden) + config["num_attention_heads"]
+    return attention + (inner * intermediate + hidden if config.get("mlp_bias") else 0)
+
+
+def _rotary(config: dict[str, Any], family: Family, width: int) -> int:
+    said = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("partial_rotary_factor")
+    part = said if said is not None else config.get("partial_rotary_factor", _PARTIAL.get(str(config["model_type"])))
+    return 0 if part is None or not family.partial_rope else int(width * part)

@@ -35,9 +35,14 @@ def mixing(module: nn.Module, x: Tensor, function: Callable[[Tensor], Any] | Non
     try:
         devices = [x.device] if x.is_cuda else []
         with torch.random.fork_rng(devices), torch.enable_grad(), _collecting_apart(module):
-            return _mixing(function or module, x.detach())
+            return _mixing(lambda x: _first((function or module)(x)), x.detach())
     except Exception as error:  # somebody else's code raises whatever it likes
         return f"failed when it was tried on an input of shape {list(x.shape)} ({type(error).__name__}: {error})"
+
+
+def _first(result: Any) -> Any:
+    """An MLP with experts may return more beside what goes on (gpt-oss)."""
+    return result[0] if isinstance(result, tuple) and result else result
 
 
 def _mixing(function: Callable[[Tensor], Any], x: Tensor) -> str | None:

@@ -107,7 +107,9 @@ class LayerCache(KeyCache):
     def answer(self, q: Tensor, position: int, mesh: Mesh) -> Tensor:
         """q [H, D] of the token at `position` -> attention over the keys of all ranks, [1, 1, H·D]."""
         layer = self.layer
-        out = self.attend(q, layer.projector.kv_heads, position, mesh, Rule(window=layer.window), layer.scale)
+        out = self.attend(
+            q, layer.projector.kv_heads, position, mesh, Rule(window=layer.window), layer.scale, sinks=layer.sinks
+        )
         return out.flatten()[None, None]
 
 
