@@ -98,9 +98,8 @@ def experts(rank: RankCost, vectors: int) -> dict[str, int]:
     expert, one copy for each that a token goes to, multiplies them in groups, and puts them back in order."""
     model = rank.model
     hidden, wide = (BF16 * vectors * model.active_experts * size for size in (model.hidden, model.intermediate))
-    if (
-        model.traits.clamped_experts
-    ):  # biases for each copy; gate and up before and behind the clamp, and what is made of them
+    if model.traits.clamped_experts:
+        # biases for each copy; gate and up before and behind the clamp, and what is made of them
         return {"forward": hidden + 9 * wide, "kept": 2 * hidden + 7 * wide, "backward": 4 * hidden + 7 * wide}
     return {
         "forward": max(4 * hidden, hidden + 4 * wide),
@@ -144,9 +143,8 @@ def tile_project(rank: RankCost, t: int) -> int:
         rows = 2 * stage.new_kv_heads + stage.heads if not whole else stage.new_kv_heads
         chosen = rows * model.head_dim * model.hidden * BF16
         cut = 2 * token * model.heads * model.head_dim if whole else 0
-    rotating = (
-        7 if model.traits.wide_rope else 4
-    )  # a projection, its two halves turned (in fp32, if wide), and the result
+    # a projection, its two halves turned (in fp32, if wide), and the result
+    rotating = 7 if model.traits.wide_rope else 4
     adapting = 2  # an adapter's product, and the same scaled
     of_q = (rotating + (adapting if rank.adapts("q_proj") else 0)) * q
     of_kv = q + (rotating + (adapting if rank.adapts("k_proj", "v_proj") else 0)) * k  # beside q, which is done
@@ -173,9 +171,8 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     narrow = (5 + alone) * token * model.hidden // 2
     qkv = token * heads * model.head_dim
     projected = 3 * qkv  # before and behind the rotation, and a gradient
-    if (
-        whole
-    ):  # of all heads before the norm, of the stage's behind it, and gradients: around the norm, or around the rotation
+    if whole:
+        # of all heads before the norm, of the stage's behind it, and gradients: around the norm, or around the rotation
         turned = (5 if model.traits.wide_rope else 3) * stage.heads
         count = model.heads + model.kv_heads + stage.heads + 2 * stage.new_kv_heads + max(2 * model.heads, turned)
         projected = token * count * model.head_dim

@@ -44,9 +44,7 @@ class Family:
     router: str = "gate"  # what the MLP calls it
     clamped_experts: bool = False  # they have biases, and gate and up are clamped: more is kept of them
     masks_documents: bool = True  # transformers makes a mask of positions that restart
-    sinks: bool = (
-        False  # each head has a score that every query sees beside its keys: the parameter `sinks` of attention
-    )
+    sinks: bool = False  # a score of each head that every query sees beside its keys: attention's parameter `sinks`
 
     @property
     def name(self) -> str:
