@@ -145,9 +145,8 @@ class Plan:
                 f"torch for ROCm holds on {hardware.gpu.name} what torch for CUDA holds on an H200: not measured, nor has anything "
                 "here been run on it"
             )
-        if (
-            job.offload and self.predicted and hardware.ranks_per_node > 1
-        ):  # one GPU's link is slower than any host's memory
+        # of one GPU the link is slower than any host's memory
+        if job.offload and self.predicted and hardware.ranks_per_node > 1:
             assumptions.append(
                 f"states come from host memory and go back at {format_bytes(HOST_RATE)} a second a machine, all its ranks together"
             )
