@@ -103,12 +103,15 @@ class ComposedLayer(torch.autograd.Function):
 @holds("residual")
 def _after_forward(call: LayerCall, x: Tensor, attended: Tensor, keep_graph: bool):
     """The half behind attention. -> y, (probability sums, counts) or None, the graph if kept"""
-    y, sums, graph = torch.empty_like(x), [], None
+    y, sums, graph = x.new_empty(0) if keep_graph else torch.empty_like(x), [], None
     for tile in tiles(x.shape[1], call.tile):
         with torch.set_grad_enabled(keep_graph):
             inputs = [leaf(t[:, tile], keep_graph) for t in (x, attended)]
-            value, counted = after(call, tile, inputs)
-        y[:, tile] = value.detach()
+            value, counted = after(call, tile, inputs, keep_graph)
+        if keep_graph:  # of all tokens, and backward does not read it: no copy beside it
+            y = value.detach()
+        else:
+            y[:, tile] = value
         if counted is not None:
             sums.append(tuple(t.detach() for t in counted))
         if keep_graph:

@@ -57,12 +57,14 @@ def graph_after(rank: RankCost) -> int:
     """What autograd keeps of the untiled half behind attention."""
     model = rank.model
     if model.experts:
-        narrow = rank.vectors * (BF16 * (3 * model.hidden + 4 * model.shared) + FP32)
+        narrow = rank.vectors * (BF16 * (2 * model.hidden + 4 * model.shared) + FP32)
         return experts(rank, rank.vectors)["kept"] + narrow
     *inner, outer = model.traits.mlp
     wide = 3 if len(inner) > 1 else 1  # gate, up, the activation; or what the activation keeps
     wide += 1 if rank.learns(outer) else 0  # and down's input
-    narrow = 3 if rank.learns(*inner) else 2  # the attention output's projection, the residual, gate's input
+    if len(inner) > 1 and not model.traits.fused_mlp and not rank.adapts(*inner, outer):
+        wide = 2  # the others are computed again (model/gated.py)
+    narrow = 2 if rank.learns(*inner) else 1  # the residual, gate's input
     if model.fused_norms:  # what the norms behind attention and MLP are of
         narrow += sum(name is not None for name in (model.traits.after_attention, model.traits.after_mlp))
     rms = FP32

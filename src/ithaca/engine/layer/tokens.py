@@ -43,9 +43,11 @@ def leaf(t: Tensor, learn: bool) -> Tensor:
     return t.detach().requires_grad_(learn)
 
 
-def after(call: LayerCall, tile: slice, inputs: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def after(
+    call: LayerCall, tile: slice, inputs: list[Tensor], keep: bool = False
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Everything behind attention for one tile. -> y, (router probability sums, assignment counts) if asked for"""
-    value, logits = call.layer.after(*inputs)
+    value, logits = call.layer.after(*inputs, keep=keep)
     return value, _count_routing(call, logits, tile)
 
 

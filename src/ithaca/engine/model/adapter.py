@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...base.holding import CALLER, holds
 from ...stack import require
 from .families import FAMILIES, Family, config_violations
+from .gated import gated
 from .guard import first_of_each, model_violations, own_code_violations
 from .norm import NormKernel, apply_norm
 from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project
@@ -105,8 +106,8 @@ class Layer:
         return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
 
     @holds("tile")
-    def after(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits."""
+    def after(self, x: Tensor, attended: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits. keep: its graph is."""
         module: Any = self.module
         update = module.self_attn.o_proj(attended)
         if self.family.after_attention:
@@ -115,7 +116,7 @@ class Layer:
         inner = self._apply(self._part(self.family.before_mlp), x) if self.family.before_mlp else x
         logits = None
         if self.router is None:
-            update = module.mlp(inner)
+            update = gated(module.mlp, inner) if keep else module.mlp(inner)
         else:
             update, logits = self.router.watch(lambda: _states(module.mlp(inner)))
         if self.family.after_mlp:

@@ -44,7 +44,7 @@ def _tiles(rank: RankCost) -> Iterator[int]:
     """A tile's logits, their gradient in the same memory, and the gradient of the head."""
     model = rank.model
     limit = loss_tile(rank.stack.tile, rank.rows, model.vocabulary, fused=not model.capped)
-    tile = min(limit or rank.tokens, rank.tokens)
+    tile = min(limit, rank.tokens)
     trained = 0 if rank.job.lora else model.embedding_weights
     token = rank.rows * _token(rank)
     yield tile * token + trained * BF16
@@ -69,7 +69,7 @@ def _token(rank: RankCost) -> int:
 def _log_prob_tiles(rank: RankCost, again: bool) -> Iterator[int]:
     """A tile's logits; and their gradient in the same memory, the gradient of the head, and the sum of those of earlier tiles."""
     model, tokens = rank.model, rank.rows * rank.tokens  # rows one behind the other
-    tile = min(loss_tile(rank.stack.tile, 1, model.vocabulary, fused=not model.capped) or tokens, tokens)
+    tile = min(loss_tile(rank.stack.tile, 1, model.vocabulary, fused=not model.capped), tokens)
     capped = (
         6 * BF16 * model.vocabulary if model.capped else 0
     )  # no kernel: fp32 logits, probabilities and what is made of them

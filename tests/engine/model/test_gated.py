@@ -1,0 +1,94 @@
+"""A gated MLP keeps gate and up alone, gives the same bits, and leaves alone what somebody changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ithaca.engine.model.gated import gated
+from ithaca.engine.model.presets import TINY
+
+GATED = ["tiny_llama3", "tiny_gemma3", "tiny_qwen3", "tiny_olmo2", "tiny_granite", "tiny_smollm3"]
+
+
+def mlp_of(preset: str, dtype: torch.dtype = torch.float32) -> Any:
+    fields = dict(TINY[preset])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    return model.model.layers[0].mlp.to(dtype)
+
+
+def ran(mlp: Any, function: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], int]:
+    """-> output and all gradients, and bytes that were kept beside input and weights"""
+    dtype = next(mlp.parameters()).dtype
+    x, up = torch.randn(2, 2, 33, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x.requires_grad_()
+    mlp.zero_grad(set_to_none=True)
+    others = {x.untyped_storage().data_ptr(), *(p.untyped_storage().data_ptr() for p in mlp.parameters())}
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in others:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = function(x)
+    y.backward(up)
+    found = [y.detach(), x.grad, *(p.grad for p in mlp.parameters() if p.grad is not None)]
+    return found, sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", GATED)
+def test_the_same_bits_from_half_of_what_is_kept(preset: str, dtype: torch.dtype):
+    mlp = mlp_of(preset, dtype)
+    theirs, whole = ran(mlp, mlp)
+    ours, kept = ran(mlp, lambda x: gated(mlp, x))
+    assert len(ours) >= 5 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert kept == 2 * 2 * 33 * 96 * ours[0].element_size() <= whole / 2
+
+
+def test_frozen_weights_have_no_gradient():
+    mlp = mlp_of("tiny_llama3").requires_grad_(False)
+    theirs, _ = ran(mlp, mlp)
+    ours, _ = ran(mlp, lambda x: gated(mlp, x))
+    assert len(ours) == 2 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def hooked(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp.down_proj.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def replaced(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp.act_fn = torch.nn.Sequential(torch.nn.ReLU())
+
+
+def shadowed(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp.forward = lambda x: 3 * x
+
+
+def patched(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(mlp), "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, shadowed, patched])
+def test_what_somebody_changed_runs_as_it_is(change: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    mlp = mlp_of("tiny_llama3")
+    before = gated(mlp, torch.ones(1, 1, 64))
+    change(mlp, monkeypatch)
+    after = gated(mlp, torch.ones(1, 1, 64))
+    assert torch.equal(after, mlp(torch.ones(1, 1, 64))) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("preset", ["tiny_phi3", "tiny_arcee", "tiny_starcoder2", "tiny_qwen3_moe"])
+def test_others_run_as_they_are(preset: str):
+    mlp = mlp_of(preset)
+    x = torch.randn(1, 5, 64)
+    assert torch.equal(gated(mlp, x), mlp(x))
