@@ -21,9 +21,8 @@ def test_each_rung_takes_something_away():
     ].name == "+streamed layer"
     assert peaks == sorted(peaks, reverse=True)
     assert [rung.plan.fits for rung in found.rungs] == [False] * 5 + [True] * 3
-    assert found.rungs[3].largest == "loss" and found.rungs[5].largest == "attention", (
-        "what is behind checkpointing, and tiling"
-    )
+    largest = [rung.largest for rung in found.rungs[3:6]]
+    assert largest == ["kept", "tile", "attention"], "what is behind checkpointing, offload and tiling"
     for points in found.sweeps.values():
         sizes = [each.plan.peak for each in points]
         assert len(points) > 2 and sizes == sorted(sizes)

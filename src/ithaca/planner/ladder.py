@@ -139,7 +139,7 @@ def _rungs(
     steps += [
         ("+checkpointing", "only the input of a layer is kept, the rest computed again", {"recompute": "layer"}),
         ("+offload", "layer inputs wait in host memory", {"store": "host"}),
-        ("+tiling", "norms, MLP and loss by tiles: logits never exist whole", {"tile": Stack().tile}),
+        ("+tiling", "norms and MLP by tiles, as the logits are anyway", {"tile": Stack().tile}),
     ]
     if -(-model.heads // best.ulysses) > 1:
         steps.append(("+Untied Ulysses", "attention over one head of a GPU at a time", {"heads_per_stage": 1}))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 from urllib.request import urlopen
@@ -113,7 +114,11 @@ def test_what_takes_longer_comes_piece_by_piece_and_is_remembered(server: Server
 
 
 def children() -> set[int]:
-    return {each.pid for each in psutil.Process().children() if each.name() == "ithaca plan"}
+    found = set()
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            found |= {each.pid} if each.name() == "ithaca plan" else set()
+    return found
 
 
 def test_a_new_question_ends_the_one_before(server: Server):

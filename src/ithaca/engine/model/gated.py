@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.holding import module_holds
-from ..tiling import differentiate
 from .tokenwise import HOOKS
 
 module_holds(__name__, "tile")
@@ -65,5 +64,5 @@ class _Down(torch.autograd.Function):
         flat = dy.flatten(0, -2)
         dweight = flat.t() @ product.detach().flatten(0, -2) if ctx.needs_input_grad[2] else None
         dbias = flat.sum(0) if ctx.needs_input_grad[3] else None
-        dgate, dup = differentiate([product], [dy @ weight], both)
+        dgate, dup = torch.autograd.grad(product, both, dy @ weight)
         return dgate, dup, dweight, dbias, None
