@@ -62,13 +62,19 @@ def graph_after(rank: RankCost) -> int:
     *inner, outer = model.traits.mlp
     wide = 3 if len(inner) > 1 else 1  # gate, up, the activation; or what the activation keeps
     wide += 1 if rank.learns(outer) else 0  # and down's input
-    if len(inner) > 1 and not model.traits.fused_mlp and not rank.adapts(*inner, outer):
-        wide = 2  # the others are computed again (model/gated.py)
+    if _gated(rank):
+        wide = 2  # the others are computed again
     narrow = 2 if rank.learns(*inner) else 1  # the residual, gate's input
     if model.fused_norms:  # what the norms behind attention and MLP are of
         narrow += sum(name is not None for name in (model.traits.after_attention, model.traits.after_mlp))
     rms = FP32
     return rank.vectors * (BF16 * (wide * model.intermediate + narrow * model.hidden) + rms)
+
+
+def _gated(rank: RankCost) -> bool:
+    """Whether a dense MLP whose graph is kept computes activation and product again (model/gated.py)."""
+    traits = rank.model.traits
+    return len(traits.mlp) > 2 and not traits.fused_mlp and not rank.adapts(*traits.mlp)
 
 
 def stored(rank: RankCost) -> Bytes:
@@ -322,9 +328,11 @@ def _after_backward(rank: RankCost, layer: int, inputs: int) -> Snapshot:
     sums = trained * (0 if count == 1 else BF16 if count == 2 else SUM)
     transposed = 0 if job.lora else model.hidden * model.intermediate * BF16  # the gradient of one linear of the MLP
     if rank.stack.recompute_of(layer) == "none" and rank.stack.tile is None:
-        work = 2 * rank.vectors * model.intermediate * BF16  # gradients of gate and up
+        # gradients of gate and up; and the activation and the gradient of the product, where those were not kept
+        work = (4 if _gated(rank) else 2) * rank.vectors * model.intermediate * BF16
         if model.experts:
             work = experts(rank, rank.vectors)["backward"] - experts(rank, rank.vectors)["kept"]
+        work += rank.hidden  # the layer's output, in which its graph ends
     else:
         work = tile_after(rank, backward=True)
     tile = max(transposed + work, trained * BF16)

@@ -58,11 +58,13 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up, weight = ctx.saved_tensors
-        both = [t.detach().requires_grad_() for t in (gate, up)]
+        gate = gate.detach().requires_grad_()
         with torch.enable_grad():
-            product = ctx.act(both[0]) * both[1]
-        flat = dy.flatten(0, -2)
-        dweight = flat.t() @ product.detach().flatten(0, -2) if ctx.needs_input_grad[2] else None
+            active = ctx.act(gate)
+        plain, flat = active.detach(), dy.flatten(0, -2)
+        dweight = flat.t() @ (plain * up).flatten(0, -2) if ctx.needs_input_grad[2] else None
         dbias = flat.sum(0) if ctx.needs_input_grad[3] else None
-        dgate, dup = torch.autograd.grad(product, both, dy @ weight)
+        dproduct = dy @ weight
+        dup = dproduct * plain
+        (dgate,) = torch.autograd.grad(active, gate, dproduct.mul_(up))
         return dgate, dup, dweight, dbias, None
