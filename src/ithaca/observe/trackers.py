@@ -63,17 +63,17 @@ class Background:
 
     def close(self, patience: float = PATIENCE) -> None:
         """Let it send what is left, but wait no longer than `patience` seconds."""
-        if not self.down:
-            try:
+        try:
+            if not self.down:
                 self._lines.put(None, timeout=patience)
-            except queue.Full:
-                pass
-            else:
-                self._thread.join(patience)
-            if self._thread.is_alive():
-                logger.warning(
-                    "%s did not finish in %.0f s and is left behind; metrics.jsonl has every line", self.name, patience
-                )
+        except queue.Full:
+            pass
+        else:
+            self._thread.join(patience)  # one that is down may still be about to say so
+        if self._thread.is_alive():
+            logger.warning(
+                "%s did not finish in %.0f s and is left behind; metrics.jsonl has every line", self.name, patience
+            )
         if self.dropped:
             logger.warning("%s was too slow for %d lines; metrics.jsonl has them", self.name, self.dropped)
 
