@@ -9,8 +9,9 @@ Work: forward and backward of one row of random tokens, labels = tokens, bf16 we
 dropped before each step. Weights and tokens come from fixed seeds, so the losses of one context agree: a row whose loss differs
 computes something else. The first step warms up (kernels are built, host memory is pinned), the median of the others counts.
 
-A case is a recipe at a context and runs in a process of its own, so one that runs out of memory or time is a row that says
-so, and the others go on; its later, longer contexts are left out. What every case printed is in the .log beside the table.
+A case is a recipe at a context and runs in a process of its own (a fork of one that has done the imports), so one that runs
+out of memory or time is a row that says so, and the others go on; its later, longer contexts are left out. What every case printed
+is in the .log beside the table.
 
 With --layers below the model's real depth the rate is that of the whole depth. Time outside the layers (embedding, head, loss) is
 measured by itself and not scaled; "at least" scales the whole step. Peak and host memory stay those of the layers that ran:
@@ -40,6 +41,7 @@ import sys
 import tempfile
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -58,6 +60,7 @@ from rank_of_n import measure as measure_rank
 from torch import Tensor, nn
 
 import ithaca
+from ithaca.base.processes.apart import run_apart
 from ithaca.config import read_fields, split_words
 from ithaca.stack import require
 
@@ -82,6 +85,7 @@ RANK_OF_N: dict[str, dict[str, Any]] = {  # the first is what the others are com
     "streamed+cudnn": dict(**KEEP, engine="streamed", attention="cudnn"),
     "streamed": dict(**KEEP, engine="streamed"),
 }
+PRELOAD = ("ithaca.engine.build", "ithaca.planner.search")  # imported once for all cases
 ONE_CALL = "cudnn-one-call"  # in a name: cuDNN attends a whole stage in one call, not by tiles of queries
 ALL_SHAPES = {
     **SHAPES,
@@ -317,7 +321,7 @@ def in_words(stack: ithaca.Stack) -> str:
 # -- one case, in its own process --------------------------------------------------------------------------------------
 
 
-def run_case(options: argparse.Namespace) -> None:
+def run_case(options: Namespace) -> None:
     """Measure one case and write what is known of it after every step, so that a killed case leaves something."""
     recipe, (context,) = options.case, options.contexts
     on = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
@@ -451,9 +455,6 @@ def brief(error: BaseException) -> str:
 
 def main() -> None:
     options = read_options()
-    if options.case:
-        run_case(options)
-        return
     recipes = applicable(options) if options.recipes is None else [each for each in options.recipes.split(",") if each]
     recipes += [f"ithaca:{text}" for text in options.stack]
     check(recipes, options)
@@ -498,31 +499,24 @@ def installed(package: str) -> bool:
         return False
 
 
-def start_case(
-    options: argparse.Namespace, context: int, recipe: str, seconds: float, limit: str, log: Path
-) -> dict[str, Any]:
+def start_case(options: Namespace, context: int, recipe: str, seconds: float, limit: str, log: Path) -> dict[str, Any]:
     """Run a case in a process of its own. -> its record, with what became of it as status
 
     limit: what to call it when `seconds` are over.
     """
     with tempfile.TemporaryDirectory() as folder:
-        record, printed = Path(folder, "record.json"), Path(folder, "printed")
-        command = [sys.executable, str(Path(__file__).resolve()), "--case", recipe, "--record", str(record)]
-        command += ["--shape", options.shape, "--contexts", str(context), "--layers", str(options.layers)]
-        command += ["--steps", str(options.steps), "--device", options.device, "--case-seconds", str(seconds)]
-        command += ["--limit", str(options.limit)] if options.limit else []
-        command += ["--rank-of", str(options.rank_of)] if options.rank_of else []
-        command += ["--states"] if options.states else []
+        record = Path(folder, "record.json")
+        case = Namespace(
+            **{**vars(options), "case": recipe, "record": record, "contexts": [context], "case_seconds": seconds}
+        )
         # against fragmentation, the same for everybody; a setting of the caller's own stays
         environment = dict(os.environ)
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environment):
             environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        start, code = time.monotonic(), None
-        with printed.open("w") as out, suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, timeout=seconds)
-            code = done.returncode
+        start = time.monotonic()
+        ended = run_apart(run_case, case, environ=environment, preload=PRELOAD, seconds=seconds)
+        code, text = ended.status, ended.printed
         found = json.loads(record.read_text()) if record.exists() else {"status": "no step ended", "steps": []}
-        text = printed.read_text(errors="replace")
     if code is None and found["steps"]:
         found["note"] = f"{limit}: {found['note'] or 'fewer steps'}"
     elif code is None:
@@ -539,7 +533,7 @@ def start_case(
     return found
 
 
-def read_options() -> argparse.Namespace:
+def read_options() -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=ALL_SHAPES, default="llama32_1b")
     parser.add_argument(
@@ -560,20 +554,18 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--states", action="store_true", help="with --rank-of: AdamW states of all layers resident")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.layers = options.layers or ALL_SHAPES[options.shape][1]
     return options
 
 
-def applicable(options: argparse.Namespace) -> list[str]:
+def applicable(options: Namespace) -> list[str]:
     if options.rank_of:
         return list(RANK_OF_N)
     return [name for name, recipe in RECIPES.items() if recipe.cpu or options.device == "cuda"]
 
 
-def check(recipes: list[str], options: argparse.Namespace) -> None:
+def check(recipes: list[str], options: Namespace) -> None:
     """Before the first case runs: is every name known, and can every stack that was asked for work?"""
     known = RANK_OF_N if options.rank_of else RECIPES
     for recipe in recipes:
@@ -587,7 +579,7 @@ def check(recipes: list[str], options: argparse.Namespace) -> None:
             raise SystemExit(f"no recipe {recipe!r}; there are {', '.join(known)}")
 
 
-def free_name(options: argparse.Namespace) -> Path:
+def free_name(options: Namespace) -> Path:
     options.out.mkdir(parents=True, exist_ok=True)
     ranks = f"-rank-of-{options.rank_of}" if options.rank_of else ""
     stem = f"{date.today()}-side-by-side-{options.shape}{ranks}"
@@ -610,7 +602,7 @@ def progress(record: dict[str, Any]) -> str:
     return f"{rate} ({record['wall_seconds']:.0f} s in all)"
 
 
-def page(records: list[dict[str, Any]], options: argparse.Namespace) -> str:
+def page(records: list[dict[str, Any]], options: Namespace) -> str:
     depth = ALL_SHAPES[options.shape][1]
     where = next((record["machine"] for record in records if "machine" in record), {})
     run = f"{options.layers} of {depth} layers" if options.layers != depth else f"all {depth} layers"
@@ -644,7 +636,7 @@ def page(records: list[dict[str, Any]], options: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(records: list[dict[str, Any]], options: argparse.Namespace) -> list[str]:
+def table(records: list[dict[str, Any]], options: Namespace) -> list[str]:
     ranks, shortened = options.rank_of, options.layers != ALL_SHAPES[options.shape][1]
     reference = next(iter(RANK_OF_N)) if ranks else "best HF"
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [

@@ -122,7 +122,7 @@ def return_lambda() -> object:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a slow machine is not taken for one that has nothing to say."""
-    for limit in ("_START_SECONDS", "_GRACE_SECONDS", "_WORD_SECONDS"):
+    for limit in ("START_SECONDS", "_GRACE_SECONDS", "_WORD_SECONDS"):
         monkeypatch.setattr(ithaca.base.processes.pool, limit, NEVER)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,11 +106,14 @@ def kernels_apart(model: Any, cpu: bool) -> tuple[str, str]:
     """The attention kernels that the rungs will run with. This process leaves the GPU to them, so another one asks."""
     if cpu:
         return "cpu", "cpu"
-    kinds = ["whole" if window is None else "windowed" for window in dict.fromkeys(model.windows)]
-    command = [sys.executable, "-m", "ithaca.engine.attention.choice", str(model.head_dim), *kinds]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    import torch
+
+    from ..base.processes.apart import run_apart
+    from ..engine.attention.choice import kernels_here
+
+    windowed = [window is not None for window in dict.fromkeys(model.windows)]
+    found = run_apart(kernels_here, "auto", torch.device("cuda", 0), torch.bfloat16, model.head_dim, windowed)
+    if found.status != 0:
+        why = (found.printed.strip().splitlines() or ["no reason given"])[-1]
         raise ValueError(f"which attention kernel runs here could not be found out ({why}); name one with --kernel")
-    whole, windowed = done.stdout.splitlines()[-1].split(",")
-    return whole, windowed
+    return found.value

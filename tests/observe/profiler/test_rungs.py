@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import pytest
 from ithaca.cli.main import main
 from ithaca.engine.job import Job
 from ithaca.engine.model.sizes import read_sizes
-from ithaca.observe.profiler import rungs
-from ithaca.observe.profiler.rungs import apart, measure_ladder, problem
+from ithaca.observe.profiler import case, rungs
+from ithaca.observe.profiler.case import problem
+from ithaca.observe.profiler.measure import OutOfMemory
+from ithaca.observe.profiler.rungs import apart, measure_ladder
 from ithaca.observe.profiler.wanted import Wanted
 from ithaca.planner.chart import ladder_svg
 from ithaca.planner.ladder import describe, ladder
@@ -23,6 +27,8 @@ from ithaca.planner.search import plan
 from ithaca.stack import Stack
 
 from .test_profile import SIZES
+
+WANTED = Wanted(job=Job(read_sizes("llama3_8b"), Stack(), 2), model="llama3_8b")
 
 
 @pytest.fixture
@@ -76,26 +82,46 @@ def test_another_process_reads_what_is_wanted():
     assert Wanted.read(json.loads(json.dumps(wanted.json()))) == wanted and hash(wanted)
 
 
+def killed(wanted: Wanted) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def ended(wanted: Wanted) -> dict[str, Any]:
+    print("no attention kernel for this\n", file=sys.stderr)
+    raise SystemExit(2)
+
+
 @pytest.mark.parametrize(
-    ("code", "said", "words"),
+    ("function", "words"),
     [
-        (5, "CUDA out of memory", "out of memory"),
-        (-9, "", "killed, probably for want of host memory"),
-        (2, "warning\nno attention kernel for this\n", "no attention kernel for this"),
-        (1, "", "ended with code 1"),
+        (killed, "killed, probably for want of host memory"),
+        (ended, "no attention kernel for this"),
     ],
 )
-def test_how_a_process_ended(code: int, said: str, words: str, monkeypatch: pytest.MonkeyPatch):
-    ended = subprocess.CompletedProcess([], code, stdout="", stderr=said)
-    monkeypatch.setattr(rungs.subprocess, "run", lambda *_, **__: ended)
-    assert apart(Wanted(job=Job(read_sizes("llama3_8b"), Stack(), 2), model="llama3_8b"))["problem"] == words
+def test_how_a_process_ended(function: Callable[[Wanted], dict[str, Any]], words: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rungs, "answer", function)
+    assert apart(WANTED)["problem"] == words
 
 
-@pytest.mark.skipif(
-    os.environ.get("ITHACA_PLANS") != "long", reason="three processes that import torch, 25 s: make plans"
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OutOfMemory("CUDA out of memory", 0), "out of memory"),
+        (ValueError("no attention kernel for this\nor that"), "no attention kernel for this"),
+        (RuntimeError(), "RuntimeError"),
+    ],
 )
+def test_what_a_case_says_of_an_error(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch):
+    def fail(wanted: Wanted) -> None:
+        raise error
+
+    monkeypatch.setattr(case, "measure", fail)
+    assert case.answer(WANTED)["problem"] == words
+
+
 def test_a_rung_for_real(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """One rung runs in its process; the others are not worth the seconds it takes to import torch."""
+    """One rung runs in its process; the others are not worth the seconds."""
 
     def run(wanted: Wanted) -> dict[str, Any]:
         whole = wanted.job.stack.recompute == "layer" and wanted.job.stack.store == "gpu"

@@ -41,11 +41,10 @@ import torch
 import torch.distributed as dist
 
 from ..gpu_sharing import sharing_variables, why_not_shared
-from .fork_server import MODELS, Template
+from .fork_server import MODELS
 from .rank import LOOPBACK, NEVER, Answer, Failure, call, join, settle, work
-from .worker import Worker, command, receive, stop
+from .worker import START_SECONDS, Worker, ready_template, receive, stop
 
-_START_SECONDS = 120.0  # for the imports, on a cold disk
 _GRACE_SECONDS = 5.0  # for the peers of a rank that raised
 _WORD_SECONDS = 2.0  # for one that dies or hangs to say how or where
 _LOOK_SECONDS = 0.5  # between two looks whether one has died that left its pipe to a child of its own
@@ -160,7 +159,7 @@ class Workers:
             for rank in missing:
                 self._workers.append(Worker(f"ithaca rank {rank}", work, rank, template=template, environ=environ))
             self._send(missing, settle, self.device, self.gpus, self.threads, self._store.port)
-            self._collect(missing, _START_SECONDS, "while starting")
+            self._collect(missing, START_SECONDS, "while starting")
         except WorkerError:
             self._stop()  # half a start is none
             raise
@@ -274,16 +273,3 @@ def _host_store() -> dist.TCPStore:
     return dist.TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=NEVER
     )
-
-
-_template: Template | None = None
-
-
-def ready_template(preload: Sequence[str], environ: dict[str, str]) -> Template:
-    """This process's, from which workers are forked. If it runs, its first preload list holds and the rest is slower."""
-    global _template
-    if _template is None:
-        _template = Template(command(preload))
-        atexit.register(_template.close)
-    _template.prepare(environ, None, seconds=_START_SECONDS)
-    return _template

@@ -10,6 +10,7 @@ function must be importable by name. What goes through the pipe is pickled, tens
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing.process
 import multiprocessing.spawn
@@ -31,6 +32,7 @@ from .signals import SIGNALS
 from .system import DUMP, die_with, set_name
 
 _PIPE, _STACKS = "ITHACA_PIPE", "ITHACA_STACKS"  # the variables with the numbers of its open files
+START_SECONDS = 120.0  # for the imports, on a cold disk
 _KILL_SECONDS = 10.0  # one that is still there then is stuck in the kernel: nothing more to do
 
 
@@ -41,13 +43,27 @@ def command(preload: Sequence[str] = ()) -> list[str]:
     return [sys.executable, *flags, "-c", line]
 
 
+_template: Template | None = None
+
+
+def ready_template(preload: Sequence[str], environ: dict[str, str]) -> Template:
+    """This process's, from which workers are forked. If it runs, its first preload list holds and the rest is slower."""
+    global _template
+    if _template is None:
+        _template = Template(command(preload))
+        atexit.register(_template.close)
+    _template.prepare(environ, None, seconds=START_SECONDS)
+    return _template
+
+
 class Worker:
     """As its parent sees it."""
 
     def __init__(
-        self, name: str, function: Callable[..., None], *args: Any, environ: Mapping[str, str], template: Template | None = None
+        self, name: str, function: Callable[..., None], *args: Any, environ: Mapping[str, str], template: Template | None = None,
+        files: Sequence[int] = (1, 2),
     ) -> None:  # fmt: skip
-        """Calls function(pipe, *args). name: for ps; at most 15 characters."""
+        """Calls function(pipe, *args). name: for ps; at most 15 characters. files: its stdout and stderr."""
         about = multiprocessing.spawn.get_preparation_data(name)
         del about["authkey"]  # for multiprocessing's own servers
         messages = [pickle.dumps(about), pickle.dumps((function, args))]
@@ -55,7 +71,7 @@ class Worker:
         self._stacks = os.memfd_create(f"stacks of {name}")
         with theirs:
             named = {_PIPE: theirs.fileno(), _STACKS: self._stacks}
-            self.process = start(command(), environ, name, named=named, template=template)
+            self.process = start(command(), environ, name, named=named, template=template, files=files)
         with suppress(OSError):  # one that has died is noticed when it is listened to
             for message in messages:
                 self.pipe.send_bytes(message)

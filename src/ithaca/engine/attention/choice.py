@@ -2,14 +2,11 @@
 
 Asked for by name, a backend that cannot do the job is an error; "auto" takes the first that can. Nothing falls back
 silently, and what was chosen is logged once. A plan for this machine asks here too (`kernels_here`).
-
-    python -m ithaca.engine.attention.choice 128 whole windowed     # in a process of its own, where the GPU is to be left to others
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -95,9 +92,3 @@ def kernels_here(
         kernels._resolve(Need(device, dtype, head_dim, kind)).name if kind in kinds else "" for kind in (False, True)
     )
     return whole, windowed
-
-
-if __name__ == "__main__":
-    head_dim, *kinds = sys.argv[1:]
-    windowed = [kind == "windowed" for kind in kinds]
-    print(*kernels_here("auto", torch.device("cuda", 0), torch.bfloat16, int(head_dim), windowed), sep=",")

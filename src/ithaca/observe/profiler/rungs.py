@@ -5,21 +5,18 @@ A rung that runs out of memory says so and the ladder goes on: which rungs do no
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import psutil
 
-from ...base.exits import MEMORY
+from ...base.processes.apart import run_apart
+from ...base.processes.process import how_it_ended
 from ...planner.ladder import Ladder, Measurable
+from .case import OUT_OF_MEMORY, answer, problem
 from .wanted import ROOM, Wanted
-
-OUT_OF_MEMORY = "out of memory"
 
 
 def measure_ladder(
@@ -54,32 +51,18 @@ def measure_ladder(
         wanted = Wanted(job=job, model=model, layers=layers, steps=steps, cpu=cpu, limit=limit)
         planned = case.plan.allocated
         if cpu and planned > ROOM * psutil.virtual_memory().available:
-            answer = problem(OUT_OF_MEMORY)
+            found = problem(OUT_OF_MEMORY)
         else:
-            answer = (run or apart)(wanted)
-        case.measured = {**answer, "planned": planned}
+            found = (run or apart)(wanted)
+        case.measured = {**found, "planned": planned}
 
 
 def apart(wanted: Wanted) -> dict[str, Any]:
     """What a case answers, or what stopped it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ithaca.observe.profiler"],
-        input=json.dumps(wanted.json()),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 0:
-        return {**json.loads(done.stdout.splitlines()[-1]), "problem": None}
-    if done.returncode == MEMORY:
-        return problem(OUT_OF_MEMORY)
-    if done.returncode == -signal.SIGKILL:
+    ended = run_apart(answer, wanted, preload=[answer.__module__])
+    if ended.status == 0:
+        return ended.value
+    if ended.status == -signal.SIGKILL:
         return problem("killed, probably for want of host memory")
-    return problem(_last(done.stderr.splitlines()) or f"ended with code {done.returncode}")
-
-
-def problem(words: str) -> dict[str, Any]:
-    return {"peak": None, "tensors": None, "tokens_per_second": None, "problem": words}
-
-
-def _last(lines: Iterable[str]) -> str:
-    return next((line.strip() for line in reversed(list(lines)) if line.strip()), "")
+    said = [line for line in ended.printed.splitlines() if line.strip()]
+    return problem(said[-1].strip() if said else how_it_ended(ended.status or 0))

@@ -1,31 +1,28 @@
-"""Measures one case in a process of its own: `python -m ithaca.observe.profiler < wanted.json`. The last line is the answer.
-
-A case that runs out of memory, or is killed for it, takes nothing with it, and what it allocated is gone when it ends. Exit codes
-are those of a run (base/exits.py).
-"""
+"""One case of a table: measured, and answered in a few numbers. What runs it runs it in a process of its own (rungs.py)."""
 
 from __future__ import annotations
 
-import json
-import sys
 from statistics import median
+from typing import Any
 
-from ...base.exits import code_of
+from ...base.exits import MEMORY, code_of
 from .measure import measure
 from .wanted import Wanted
 
+OUT_OF_MEMORY = "out of memory"
 
-def main() -> int:
-    wanted = Wanted.read(json.load(sys.stdin))
+
+def answer(wanted: Wanted) -> dict[str, Any]:
     try:
         measured = measure(wanted)
     except Exception as error:
-        print(str(error).splitlines()[0] if str(error) else type(error).__name__, file=sys.stderr)
-        return code_of(error)
+        if code_of(error) == MEMORY:
+            return problem(OUT_OF_MEMORY)
+        return problem(str(error).splitlines()[0] if str(error) else type(error).__name__)
     seconds = median(step["seconds"] for step in measured.steps if step["seconds"] is not None)
     peaks = [step["peak"] for step in measured.steps if step["peak"] is not None]
     tensors = max(peaks) if peaks else measured.account.peak
-    answer = {
+    return {
         "peak": tensors + sum(measured.around.values()),
         "tensors": tensors,
         "tokens_per_second": measured.tokens / seconds,
@@ -33,10 +30,9 @@ def main() -> int:
         "categories": measured.account.categories,
         "device": measured.device,
         "kernel": measured.kernels_of,
+        "problem": None,
     }
-    print(json.dumps(answer))
-    return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def problem(words: str) -> dict[str, Any]:
+    return {"peak": None, "tensors": None, "tokens_per_second": None, "problem": words}
