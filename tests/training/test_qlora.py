@@ -14,8 +14,12 @@ from transformers import AutoModelForCausalLM
 from ithaca.base.exits import Failed
 from ithaca.base.processes.pool import Workers
 from ithaca.config import load
-from ithaca.engine.model.nf4 import pack, packable, unpack
+from ithaca.engine.build import model_config
+from ithaca.engine.mesh import local_part
+from ithaca.engine.model.nf4 import Nf4, pack, packable, unpack
 from ithaca.engine.model.presets import preset_config
+from ithaca.evaluation.generate.greedy import generate
+from ithaca.evaluation.opening import find_model, load_model
 from ithaca.observe.metrics import read_metrics
 from ithaca.storage.export import export_checkpoint
 from ithaca.training.preflight import check_run
@@ -27,6 +31,8 @@ SHORT = [
     "model.lora.rank=4", "model.lora.targets=[q_proj, down_proj]", "stack.ring=1",
     "model.quantize=nf4", "model.dtype=fp32", "checkpoint.every=2", "stack.heads_per_stage=1",
 ]  # fmt: skip
+
+IDS = torch.arange(40)[None] * 7 % 128
 
 
 def trained_for(folder: str, base: str, ranks: int, steps: int) -> list[float]:
@@ -65,7 +71,6 @@ def test_merged_it_is_the_model_that_was_trained(run: Any, base: Path):
     folder = run[0]
     adapters = export_checkpoint(folder, folder / "adapters", dtype=torch.float32)
     merged = export_checkpoint(folder, folder / "merged", dtype=torch.float32, merge_lora=True)
-    ids = torch.arange(40)[None] % 128
 
     def logits(folder: Path, rounded: bool = False, adapted: bool = False) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -76,11 +81,35 @@ def test_merged_it_is_the_model_that_was_trained(run: Any, base: Path):
                 unpack(pack(parameter), parameter)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return (PeftModel.from_pretrained(model, adapters) if adapted else model)(ids).logits
+            return (PeftModel.from_pretrained(model, adapters) if adapted else model)(IDS).logits
 
     found = logits(merged)
     torch.testing.assert_close(found, logits(base, rounded=True, adapted=True), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, logits(base, adapted=True), atol=1e-2), "four bits make a difference"
+
+
+def opened(folder: str, ranks: int) -> tuple[list[int], float]:
+    """As `ask` and `score` open it: what the run answers, and how likely it finds a text."""
+    found = find_model(Path(folder), [f"launch.cpu={ranks}"])
+    hf = model_config(found.config.model, found.config.data.context)
+    run, _ = load_model(found, hf, torch.device("cpu"), length=48)
+    assert any(isinstance(local_part(parameter), Nf4) for parameter in run.model.parameters()), "packed again"
+    with torch.no_grad():
+        loss = run.loss(run.shard(IDS)).item()
+    return generate(run, IDS[0].tolist(), most=8), loss
+
+
+def test_it_answers_and_scores_as_the_merged_model(run: Any, workers: Workers):
+    folder = run[0]
+    merged = export_checkpoint(folder, folder / "answering", dtype=torch.float32, merge_lora=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(input_ids=IDS, labels=IDS).loss.item()
+    more = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    tokens = model.generate(IDS, attention_mask=torch.ones_like(IDS), **more)[0, IDS.shape[1] :].tolist()
+    for ranks in (1, 2):
+        for answer, loss in workers.run(opened, str(folder), ranks, world=ranks):
+            assert answer == tokens and loss == pytest.approx(wanted, rel=1e-5)
 
 
 def refused(base: Path, *more: str, folder: Path) -> str:
