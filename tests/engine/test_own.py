@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ithaca.engine.model.norm import NormKernel
 from ithaca.engine.model.shrink import TEXT, smallest
+from ithaca.engine.model.token_kernels import TokenKernels
 from ithaca.engine.model.weights import randomize
 from ithaca.engine.offload import host
 from ithaca.engine.own import OwnDecoder
@@ -46,17 +46,17 @@ def test_no_kernel_runs_twice_unless_asked(recompute: str, again: int):
     assert (kernel.calls.forward, kernel.calls.backward) == (layers * (1 + again), layers)
 
 
-class Counted(NormKernel):
+class Counted(TokenKernels):
     """Everywhere, and counted."""
 
     calls = 0
 
-    def fuses(self, x: torch.Tensor) -> bool:
+    def fuses_norm(self, x: torch.Tensor) -> bool:
         return True
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         Counted.calls += 1
-        return super().__call__(x, weight, epsilon)
+        return super().norm(x, weight, epsilon)
 
 
 @pytest.mark.parametrize(("kind", "looks"), [("glm4", True), ("phi3", False)])
@@ -86,7 +86,7 @@ def test_norms_by_one_kernel_where_they_are_its_formula(kind: str, fused: bool):
     own = copy.deepcopy(model)
     run = prepare(model, Stack(shard_parameters=False, engine="module"), device="cpu")
     assert isinstance(run.decoder, OwnDecoder)
-    run.decoder.norm_kernel = Counted()
+    run.decoder.token_kernels = Counted()
     Counted.calls = 0
     loss, theirs = run.loss(run.shard(IDS)), own(input_ids=IDS, labels=IDS).loss
     loss.backward()

@@ -31,9 +31,11 @@ from .layer.mixer import Spread, doors_of, mixing
 from .layer.module import ModuleCall, run_module_layer, run_tiled, running_call
 from .model.adapter import base_model, check_state, lora_violations
 from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
+from .model.experts import use_grouped_experts
 from .model.families import config_violations
 from .model.guard import home_class, own_code_violations
-from .model.norm import NormKernel, epsilon_of
+from .model.norm import epsilon_of
+from .model.token_kernels import TokenKernels
 from .model.tokenwise import HOOKS
 from .request import Ranks
 
@@ -87,7 +89,7 @@ class OwnDecoder:
     logit_cap: None = None  # the model's own code caps
     router_weight: float = 0.0
     family: None = None
-    norm_kernel: NormKernel = field(default_factory=NormKernel)
+    token_kernels: TokenKernels = field(default_factory=TokenKernels)
 
     @holds("residual")
     def hidden(self, run: Run, batch: Batch, running: Running | None = None) -> Tensor:
@@ -305,6 +307,8 @@ def read_own(model: nn.Module) -> OwnDecoder:
         )
     require(problems, f"{kind} cannot be prepared")
     assert base is not None and head is not None and embedding is not None
+    kernels = TokenKernels()
+    use_grouped_experts(inner.modules(), kernels)
     names = {id(module): name for name, module in inner.named_modules()}
     weight = getattr(getattr(head, "base_layer", head), "weight", None)
     return OwnDecoder(
@@ -317,6 +321,7 @@ def read_own(model: nn.Module) -> OwnDecoder:
         head_name=names[id(head)],
         tied=weight is not None and weight is getattr(embedding, "weight", None),
         configs=configs_of(base),
+        token_kernels=kernels,
     )
 
 
@@ -391,9 +396,14 @@ def _norm_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     decoder, forward = module._norm_of_ithaca
     x = args[0] if len(args) == 1 and not kwargs else None
     ours = in_run() or decoder.running is not None
-    if not ours or not isinstance(x, Tensor) or not decoder.norm_kernel.fuses(x) or module.weight.dtype != x.dtype:
+    if (
+        not ours
+        or not isinstance(x, Tensor)
+        or not decoder.token_kernels.fuses_norm(x)
+        or module.weight.dtype != x.dtype
+    ):
         return forward(*args, **kwargs)
-    return decoder.norm_kernel(x, module.weight, epsilon_of(module))
+    return decoder.token_kernels.norm(x, module.weight, epsilon_of(module))
 
 
 def _is_mlp(module: nn.Module) -> bool:

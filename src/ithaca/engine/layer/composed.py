@@ -86,12 +86,19 @@ class ComposedLayer(torch.autograd.Function):
         else:
             attended, *lses = more
             source.whole["out"] = attended.view(source.whole["out"].shape)
-        dx, dattended = torch.empty_like(x), torch.empty_like(attended)
         routing = routing_grads[0] if routing_grads else None
-        for tile in tiles(x.shape[1], call.tile):
-            dx[:, tile], dattended[:, tile] = after_backward(
-                call, tile, x[:, tile], attended[:, tile], dy[:, tile], routing, source.gradients, kept.after
-            )
+
+        def of(tile: slice) -> tuple[Tensor, Tensor]:
+            parts = x[:, tile], attended[:, tile], dy[:, tile]
+            return after_backward(call, tile, *parts, routing, source.gradients, kept.after)
+
+        every = list(tiles(x.shape[1], call.tile))
+        if len(every) == 1:  # of all tokens: no copy of it
+            dx, dattended = of(every[0])
+        else:
+            dx, dattended = torch.empty_like(x), torch.empty_like(attended)
+            for tile in every:
+                dx[:, tile], dattended[:, tile] = of(tile)
         source.whole["dout"] = dattended.view(source.whole["out"].shape)
         call.attend_backward(source, x, lses, kept.qkv, source.gradients)
         source.finish(dx)

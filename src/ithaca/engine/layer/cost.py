@@ -77,6 +77,17 @@ def _gated(rank: RankCost) -> bool:
     return len(traits.mlp) > 2 and not traits.fused_mlp and not rank.adapts(*traits.mlp)
 
 
+def _fused(rank: RankCost) -> bool:
+    """Whether a kernel makes its product, and another both gradients (model/token_kernels.py)."""
+    return _gated(rank) and rank.model.silu
+
+
+def _turned(rank: RankCost) -> bool:
+    """Whether a kernel rotates heads (model/token_kernels.py)."""
+    traits = rank.model.traits
+    return not (traits.wide_rope or traits.interleaved_rope or rank.model.rotary)
+
+
 def stored(rank: RankCost) -> Bytes:
     """The most that waits in host memory and on disk: what layers keep, and a little of the one that runs. Beside a disk, what the
     last layer keeps and what a layer needs for itself waits in host memory."""
@@ -102,18 +113,15 @@ def stored(rank: RankCost) -> Bytes:
 
 
 def experts(rank: RankCost, vectors: int) -> dict[str, int]:
-    """What experts hold of so many tokens: in forward at most, for backward, and in backward at most. transformers sorts tokens by
-    expert, one copy for each that a token goes to, multiplies them in groups, and puts them back in order."""
+    """What experts hold of so many tokens: in forward at most, for backward, and in backward at most. Each token is copied for each
+    expert that it goes to (model/experts.py)."""
     model = rank.model
     hidden, wide = (BF16 * vectors * model.active_experts * size for size in (model.hidden, model.intermediate))
     if model.traits.clamped_experts:
-        # biases for each copy; gate and up before and behind the clamp, and what is made of them
+        # by transformers: biases for each copy; gate and up before and behind the clamp, and what is made of them
         return {"forward": hidden + 9 * wide, "kept": 2 * hidden + 7 * wide, "backward": 4 * hidden + 7 * wide}
-    return {
-        "forward": max(4 * hidden, hidden + 4 * wide),
-        "kept": 2 * hidden + 4 * wide,
-        "backward": 5 * hidden + 3 * wide,
-    }
+    # gate and up; their product; copies before or behind; in backward the gradients of all of these
+    return {"forward": hidden + 3 * wide, "kept": 2 * wide, "backward": hidden + 6 * wide}
 
 
 def tile_after(rank: RankCost, backward: bool) -> int:
@@ -131,6 +139,7 @@ def tile_after(rank: RankCost, backward: bool) -> int:
     wide = model.intermediate
     if backward:
         wider = 6 * wide if len(inner) > 1 else 4 * wide  # gate, up, activation, and their gradients
+        wider = 5 * wide if _fused(rank) else wider  # gate, up, their gradients, and the product
         narrow = 3 if rank.learns(*inner) else 2  # the input of gate and up is kept for their gradients
         return vectors * BF16 * (wider + narrow * model.hidden)
     if model.traits.fused_mlp:  # gate stays beside what the activation makes of it; an adapter's product is of both
@@ -151,8 +160,8 @@ def tile_project(rank: RankCost, t: int) -> int:
         rows = 2 * stage.new_kv_heads + stage.heads if not whole else stage.new_kv_heads
         chosen = rows * model.head_dim * model.hidden * BF16
         cut = 2 * token * model.heads * model.head_dim if whole else 0
-    # a projection, its two halves turned (in fp32, if wide), and the result
-    rotating = 7 if model.traits.wide_rope else 4
+    # a projection and the result; and, where operators turn it, its two halves (in fp32, if wide)
+    rotating = 7 if model.traits.wide_rope else 2 if _turned(rank) else 4
     adapting = 2  # an adapter's product, and the same scaled
     of_q = (rotating + (adapting if rank.adapts("q_proj") else 0)) * q
     of_kv = q + (rotating + (adapting if rank.adapts("k_proj", "v_proj") else 0)) * k  # beside q, which is done
@@ -169,7 +178,7 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
         heads = model.heads + model.kv_heads + stage.new_kv_heads  # q and k of all heads are made for each stage
     weight_gradients = 2 * heads * model.head_dim * model.hidden * BF16  # and the rows of the weights themselves
     if kept_graph and len(rank.attention.stages) == 1:  # nothing is projected again: q's rotation is undone
-        turned = 7 * stage.q_sent // 2
+        turned = stage.q_sent if _turned(rank) else 7 * stage.q_sent // 2
         shared = (
             2 * model.kv_heads * rank.attention.head if stage.kv_heads_here * rank.stack.ulysses > model.kv_heads else 0
         )
@@ -178,6 +187,12 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     # the normed input, its gradient, and half as much again where those of q, k and v meet
     narrow = (5 + alone) * token * model.hidden // 2
     qkv = token * heads * model.head_dim
+    if _turned(rank) and not whole and not rank.job.lora:
+        # the normed input, and where the gradients of two projections meet: both, and their sum
+        meeting = 4 * token * model.hidden + qkv
+        # heads around their own norm, and its gradients of q
+        normed = 2 * token * model.hidden + 2 * qkv + (2 + alone) * token * stage.heads * model.head_dim
+        return max(meeting, normed if model.traits.qk_norm else 0) + weight_gradients
     projected = 3 * qkv  # before and behind the rotation, and a gradient
     if whole:
         # of all heads before the norm, of the stage's behind it, and gradients: around the norm, or around the rotation
@@ -328,8 +343,8 @@ def _after_backward(rank: RankCost, layer: int, inputs: int) -> Snapshot:
     sums = trained * (0 if count == 1 else BF16 if count == 2 else SUM)
     transposed = 0 if job.lora else model.hidden * model.intermediate * BF16  # the gradient of one linear of the MLP
     if rank.stack.recompute_of(layer) == "none" and rank.stack.tile is None:
-        # gradients of gate and up; and the activation and the gradient of the product, where those were not kept
-        work = (4 if _gated(rank) else 2) * rank.vectors * model.intermediate * BF16
+        # gradients of gate and up; and the product, or activation and the product's gradient, where those were not kept
+        work = (3 if _fused(rank) else 4 if _gated(rank) else 2) * rank.vectors * model.intermediate * BF16
         if model.experts:
             work = experts(rank, rank.vectors)["backward"] - experts(rank, rank.vectors)["kept"]
         work += rank.hidden  # the layer's output, in which its graph ends
@@ -350,9 +365,8 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
     streamed, recompute = rank.streamed(layer), rank.stack.recompute_of(layer)
     untiled_graph, one_stage = recompute == "none" and rank.stack.tile is None, len(attention.stages) == 1
     read = _output_is_read(rank, layer)
-    dh = (
-        rank.hidden if streamed else 2 * rank.hidden
-    )  # the sum over stages of the normed input's gradient; composed in fp32
+    # the sum over stages of the normed input's gradient; composed in fp32, where there are several
+    dh = rank.hidden if streamed or one_stage else 2 * rank.hidden
     qkv_sums = 0 if job.lora else (model.heads + 2 * model.kv_heads) * model.head_dim * model.hidden
     qkv_sums *= BF16 if one_stage else SUM
     lag = 2 if attention.overlaps else 1  # stages until a stage's gradients have reached the layer

@@ -163,11 +163,15 @@ class TokenSource:
 
     @holds("residual")
     def add_dh(self, tile: slice, grad: Tensor) -> None:
+        rows, count, width = grad.shape
+        tokens, alone = self.call.attention.shape.tokens, len(self.call.attention.schedule) == 1
+        if alone and count == tokens:
+            self.dh = grad
+            return
         if self.dh is None:
             # every stage adds to this one: in fp32, or the sum would lose what the parts had
-            rows, _, width = grad.shape
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            self.dh = torch.zeros(rows, self.call.attention.shape.tokens, width, dtype=wide, device=grad.device)
+            dtype = grad.dtype if alone else torch.promote_types(grad.dtype, torch.float32)
+            self.dh = torch.zeros(rows, tokens, width, dtype=dtype, device=grad.device)
         self.dh[:, tile] += grad
 
     def finish(self, dx: Tensor) -> None:

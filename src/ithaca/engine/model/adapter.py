@@ -17,12 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...base.holding import CALLER, holds
 from ...stack import require
+from .experts import use_grouped_experts
 from .families import FAMILIES, Family, config_violations
 from .gated import gated
 from .guard import first_of_each, model_violations, own_code_violations
-from .norm import NormKernel, apply_norm
+from .norm import apply_norm
 from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project
 from .rope import QueryScale, Rope, check_against, rope_for
+from .token_kernels import TokenKernels
 
 _WAY_OUT = (
     "Stack(engine='module') runs the model's own code, with what was changed in it, if that proves exact on a copy of the model, "
@@ -85,7 +87,7 @@ class Layer:
     @holds(CALLER)
     def _apply(self, norm: nn.Module | None, x: Tensor) -> Tensor:
         assert norm is not None
-        return apply_norm(norm, x, self.projector.norm_kernel)
+        return apply_norm(norm, x, self.projector.token_kernels)
 
     @holds("tile")
     def project(
@@ -116,7 +118,7 @@ class Layer:
         inner = self._apply(self._part(self.family.before_mlp), x) if self.family.before_mlp else x
         logits = None
         if self.router is None:
-            update = gated(module.mlp, inner) if keep else module.mlp(inner)
+            update = gated(module.mlp, inner, self.projector.token_kernels, keep)
         else:
             update, logits = self.router.watch(lambda: _states(module.mlp(inner)))
         if self.family.after_mlp:
@@ -147,7 +149,7 @@ class Decoder:
     tied: bool
     logit_cap: float | None
     router_weight: float  # coefficient of the balance loss; 0 = not part of the loss
-    norm_kernel: NormKernel
+    token_kernels: TokenKernels
     embedding_multiplier: float = 1.0
     logit_divisor: float = 1.0
 
@@ -165,7 +167,7 @@ class Decoder:
     @holds(CALLER)
     def normed(self, x: Tensor) -> Tensor:
         """What the head sees: x behind the final norm."""
-        return apply_norm(self.norm, x, self.norm_kernel)
+        return apply_norm(self.norm, x, self.token_kernels)
 
     @holds(CALLER)
     def logits(self, head: BoundLinear, x: Tensor) -> Tensor:
@@ -197,7 +199,7 @@ def check_state(model: nn.Module, inner: Any) -> None:
         raise ValueError(f"{kind} is sharded already; pass the model before fully_shard, prepare does it")
 
 
-def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decoder:
+def read_model(model: nn.Module, token_kernels: TokenKernels | None = None) -> Decoder:
     inner: Any = base_model(model)
     config: Any = getattr(inner, "config", None)
     kind = getattr(config, "model_type", None)
@@ -240,8 +242,9 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
         if not changed or own_code_violations(model, inner):
             raise
         raise ValueError(f"{error}{'. ' if len(problems) == 1 else chr(10)}{_WAY_OUT}") from None
-    norm_kernel = norm_kernel or NormKernel()
-    layers = [_layer(i, module, base, config, family, norm_kernel) for i, module in enumerate(base.layers)]
+    token_kernels = token_kernels or TokenKernels()
+    use_grouped_experts(base.modules(), token_kernels)
+    layers = [_layer(i, module, base, config, family, token_kernels) for i, module in enumerate(base.layers)]
     _check_rope(base, config, layers)
     return Decoder(
         model=inner,
@@ -254,17 +257,17 @@ def read_model(model: nn.Module, norm_kernel: NormKernel | None = None) -> Decod
         tied=getattr(inner.lm_head, "base_layer", inner.lm_head).weight is base.embed_tokens.weight,
         logit_cap=getattr(config, "final_logit_softcapping", None) if family.logit_cap else None,
         router_weight=float(config.router_aux_loss_coef) if family.experts and config.output_router_logits else 0.0,
-        norm_kernel=norm_kernel,
+        token_kernels=token_kernels,
         embedding_multiplier=float(base.embedding_multiplier) if family.multipliers else 1.0,
         logit_divisor=float(config.logits_scaling) if family.multipliers else 1.0,
     )
 
 
-def _layer(index: int, module: Any, base: Any, config: Any, family: Family, norm_kernel: NormKernel) -> Layer:
+def _layer(index: int, module: Any, base: Any, config: Any, family: Family, token_kernels: TokenKernels) -> Layer:
     attention = module.self_attn
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     projector = Projector(
-        attention, heads, kv_heads, attention.head_dim, family.qk_norm, norm_kernel, family.fused_qkv,
+        attention, heads, kv_heads, attention.head_dim, family.qk_norm, token_kernels, family.fused_qkv,
         family.interleaved_rope,
     )  # fmt: skip
     router = None

@@ -1,8 +1,8 @@
-"""A gated MLP that keeps less for backward.
+"""A gated MLP that keeps less for backward, and passes over memory less often.
 
-Where a layer keeps the graph of its MLP (recompute="none"), autograd holds four tensors of the intermediate width for each token:
-gate, up, the activation, and their product, which is down's input. The last two are elementwise functions of the first two, so they
-are computed again: half of what an MLP holds, for two passes over memory.
+Autograd holds four tensors of the intermediate width for each token: gate, up, the activation, and their product, which is down's
+input. The last two are elementwise functions of the first two, so they are computed again: half of what an MLP holds. On a GPU one
+kernel makes the product, and another makes it again together with both gradients (token_kernels.py).
 
 Only where the MLP is what transformers ships: its linears plain, nothing hooked or patched. Others run as they are.
 """
@@ -17,19 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.holding import module_holds
+from .token_kernels import TokenKernels
 from .tokenwise import HOOKS
 
 module_holds(__name__, "tile")
 
 PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers'
 
 
-def gated(mlp: Any, x: Tensor) -> Tensor:
-    """mlp(x), with the same numbers."""
-    if not _plain(mlp):
+def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool) -> Tensor:
+    """mlp(x). keep: its graph is, until backward."""
+    fused = kernels.fuses(x)
+    if not (keep or fused) or not _plain(mlp):
         return mlp(x)
-    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    return _Down.apply(gate, up, mlp.down_proj.weight, mlp.down_proj.bias, mlp.act_fn)  # pyright: ignore[reportReturnType]
+    fused = fused and type(mlp.act_fn).__name__ in SILU
+    if not (keep or fused):
+        return mlp(x)
+    gate, up, down = mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj
+    return _Down.apply(gate, up, down.weight, down.bias, mlp.act_fn, kernels if fused else None)  # pyright: ignore[reportReturnType]
 
 
 def _plain(mlp: nn.Module) -> bool:
@@ -50,21 +56,29 @@ class _Down(torch.autograd.Function):
     """down(act(gate) · up)"""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor]):
+    def forward(
+        ctx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor],
+        kernels: TokenKernels | None,
+    ):  # fmt: skip
         ctx.save_for_backward(gate, up, weight)
-        ctx.act = act
-        return F.linear(act(gate) * up, weight, bias)
+        ctx.act, ctx.kernels = act, kernels
+        return F.linear(act(gate) * up if kernels is None else kernels.product(gate, up), weight, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up, weight = ctx.saved_tensors
+        flat, learns = dy.flatten(0, -2), ctx.needs_input_grad
+        dbias = flat.sum(0) if learns[3] else None
+        if ctx.kernels is not None:
+            product, dgate, dup = ctx.kernels.product_backward(gate, up, dy @ weight)
+            dweight = flat.t() @ product.flatten(0, -2) if learns[2] else None
+            return dgate, dup, dweight, dbias, None, None
         gate = gate.detach().requires_grad_()
         with torch.enable_grad():
             active = ctx.act(gate)
-        plain, flat = active.detach(), dy.flatten(0, -2)
-        dweight = flat.t() @ (plain * up).flatten(0, -2) if ctx.needs_input_grad[2] else None
-        dbias = flat.sum(0) if ctx.needs_input_grad[3] else None
+        plain = active.detach()
+        dweight = flat.t() @ (plain * up).flatten(0, -2) if learns[2] else None
         dproduct = dy @ weight
         dup = dproduct * plain
         (dgate,) = torch.autograd.grad(active, gate, dproduct.mul_(up))
-        return dgate, dup, dweight, dbias, None
+        return dgate, dup, dweight, dbias, None, None

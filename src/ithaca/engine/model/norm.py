@@ -17,27 +17,18 @@ from torch import Tensor, nn
 from ...base.holding import CALLER, module_holds
 from .families import FAMILIES
 from .guard import unpatched
+from .token_kernels import TokenKernels
 from .tokenwise import HOOKS
 
 module_holds(__name__, CALLER)
 _NAMES = {f"{family.name}RMSNorm" for family in FAMILIES.values() if family.plain_norms}
 
 
-class NormKernel:
-    """torch's kernel, and where it is used. A dry run has one that only allocates."""
-
-    def fuses(self, x: Tensor) -> bool:
-        return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-    def __call__(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, epsilon)
-
-
-def apply_norm(module: nn.Module, x: Tensor, kernel: NormKernel) -> Tensor:
-    if not kernel.fuses(x) or not _plain(module, x):
+def apply_norm(module: nn.Module, x: Tensor, kernels: TokenKernels) -> Tensor:
+    if not kernels.fuses_norm(x) or not _plain(module, x):
         return module(x)
     norm: Any = module
-    return kernel(x, norm.weight, norm.variance_epsilon)
+    return kernels.norm(x, norm.weight, norm.variance_epsilon)
 
 
 def epsilon_of(module: Any) -> float:

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.holding import CALLER, holds, module_holds
-from .norm import NormKernel, apply_norm
+from .norm import apply_norm
 from .rope import rotate
+from .token_kernels import Rotated, TokenKernels
 
 module_holds(__name__, "tile")
 
@@ -64,7 +65,7 @@ class Bound:
     norm: nn.Module | None
     norm_over: str | None
     head_dim: int
-    norm_kernel: NormKernel
+    token_kernels: TokenKernels
     pick: Tensor | None = None  # heads to cut out of a whole projection
     interleaved: bool = False  # neighbours are rotated as a pair
 
@@ -72,12 +73,12 @@ class Bound:
         """x [B, t, d] -> [B, t, heads, D]"""
         out = self.linear(x)
         if self.norm is not None and self.norm_over == "whole":
-            out = apply_norm(self.norm, out, self.norm_kernel)
+            out = apply_norm(self.norm, out, self.token_kernels)
         out = out.unflatten(-1, (-1, self.head_dim))
         if self.pick is not None:
             out = out.index_select(2, self.pick)
         if self.norm is not None and self.norm_over == "head":
-            out = apply_norm(self.norm, out, self.norm_kernel)
+            out = apply_norm(self.norm, out, self.token_kernels)
         return out
 
 
@@ -90,7 +91,7 @@ class Projector:
     kv_heads: int
     head_dim: int
     qk_norm: str | None
-    norm_kernel: NormKernel = field(default_factory=NormKernel)
+    token_kernels: TokenKernels = field(default_factory=TokenKernels)
     fused: str | None = None  # the one linear with the rows of q, k and v below each other
     interleaved: bool = False  # rotary pairs are neighbours
     cache: dict = field(default_factory=dict)  # row indices by (heads, device): integers only, never weights
@@ -109,7 +110,7 @@ class Projector:
         bound = bind_linear(linear, rows)
         leaves = bound.leaves + ([] if norm is None else [Leaf(p, p) for p in norm.parameters()])
         pick = None if everything or not whole else self._index(tuple(heads), leaves[0].value.device)
-        return Bound(bound, leaves, norm, self.qk_norm, self.head_dim, self.norm_kernel, pick, self.interleaved)
+        return Bound(bound, leaves, norm, self.qk_norm, self.head_dim, self.token_kernels, pick, self.interleaved)
 
     def _first(self, which: str) -> int:
         """Where the heads of q, k or v begin among the heads of their linear."""
@@ -136,6 +137,13 @@ def project(bound: Bound, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tens
     if rope is None:
         return out
     cos, sin = rope
+    if (
+        not bound.interleaved
+        and cos.shape[-1] == out.shape[-1]
+        and cos.dtype == out.dtype
+        and bound.token_kernels.fuses(out)
+    ):
+        return Rotated.apply(out, cos, sin, bound.token_kernels)  # pyright: ignore[reportReturnType]
     return rotate(out, cos.unsqueeze(2), sin.unsqueeze(2), bound.interleaved).to(out.dtype)
 
 

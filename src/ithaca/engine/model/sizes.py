@@ -40,6 +40,7 @@ class ModelSizes:
     divided: bool = False  # the final logits are divided by a number, and their gradient with them
     parameters: int = 0  # of a model without arithmetic here: as many as its parts have
     rotary: int = 0  # of a head's values so many are rotated; 0 = all
+    silu: bool = True  # the activation of its MLPs, for which there is a kernel
 
     @property
     def pretrained(self) -> int | None:
@@ -270,7 +271,13 @@ def sizes_of(config: dict[str, Any], name: str) -> ModelSizes:
         capped=family.logit_cap and bool(config.get("final_logit_softcapping")),
         divided=family.multipliers and config.get("logits_scaling", 1) != 1,
         rotary=_rotary(config, family, width),
+        silu=_activation(config) in ("silu", "swish"),
     )
+
+
+def _activation(config: dict[str, Any]) -> str:
+    usual = "gelu" if str(config["model_type"]).startswith("gemma") else "silu"
+    return str(config.get("hidden_activation") or config.get("hidden_act") or usual)
 
 
 def _windows(config: dict[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:

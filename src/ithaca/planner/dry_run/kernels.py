@@ -18,7 +18,7 @@ from ...engine.attention.choice import Kernels, Need
 from ...engine.attention.kernel import Calls
 from ...engine.attention.scan import Call, MixerKernels, Tensors, out_dtype
 from ...engine.model.nf4 import Nf4
-from ...engine.model.norm import NormKernel
+from ...engine.model.token_kernels import TokenKernels
 from ...engine.objective.cross_entropy import LossKernel, LossTerms, TileLoss
 from .tracker import LiveBytes
 
@@ -141,12 +141,31 @@ def _taken(inside: int, like: Tensor) -> None:
     like.new_empty(inside * like.shape[0] * like.shape[1] * like.shape[2], dtype=torch.uint8)
 
 
-class DryNorm(NormKernel):
-    def fuses(self, x: Tensor) -> bool:
+class DryTokens(TokenKernels):
+    def fuses_norm(self, x: Tensor) -> bool:
         return x.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return _Norm.apply(x, weight)  # pyright: ignore[reportReturnType]
+
+    def fuses(self, x: Tensor) -> bool:
+        return x.dtype is torch.bfloat16
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def product(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gate.new_empty(gate.shape)
+
+    def product_backward(self, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(gate), grad, torch.empty_like(up)
+
+    def expert_backward(self, wide: Tensor, dproduct: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        product, dwide = torch.empty_like(dproduct), torch.empty_like(wide)
+        return product, dwide, wide.new_empty(len(wide), dtype=torch.float32)
+
+    def combine(self, copies: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+        return copies.new_empty(len(place), copies.shape[1])
 
 
 class _Norm(torch.autograd.Function):

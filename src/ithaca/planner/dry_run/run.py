@@ -35,6 +35,7 @@ from ...engine.fsdp import gathered_groups
 from ...engine.job import Job, Memory
 from ...engine.mesh import Mesh, build_mesh, local_part
 from ...engine.model.adapter import read_model
+from ...engine.model.experts import use_grouped_experts
 from ...engine.model.families import FAMILIES
 from ...engine.model.shrink import cut, depth_of
 from ...engine.own import OwnDecoder, read_own
@@ -42,7 +43,7 @@ from ...engine.proof import require_proof
 from ...engine.run import Run
 from ...stack import PER_LAYER, Stack
 from .alike import LeftOut, chosen, held_by, on_host, state_bytes
-from .kernels import DryKernels, DryLoss, DryNf4, DryNorm
+from .kernels import DryKernels, DryLoss, DryNf4, DryTokens
 from .own import NotAlike, stand_ins
 from .store import DryGpuStore, DryStore
 from .tracker import LiveBytes, plain_tensors
@@ -167,7 +168,8 @@ def proven(model: nn.Module) -> OwnDecoder:
     """With what a proof has shown; ValueError where it is not exact."""
     decoder = read_own(model)
     require_proof(decoder)
-    decoder.norm_kernel = DryNorm()
+    decoder.token_kernels = DryTokens()
+    use_grouped_experts(decoder.model.modules(), decoder.token_kernels)
     return decoder
 
 
@@ -203,7 +205,7 @@ def assembled(
     """The model as `prepare` leaves it, with parts that allocate as those of a GPU do and compute nothing."""
     stack, on_device = job.stack, DryGpuStore(CPU, tracker)
     return assemble(
-        model, decoder or read_model(model, DryNorm()), stack, mesh,
+        model, decoder or read_model(model, DryTokens()), stack, mesh,
         store=on_device if stack.offload == "gpu" else DryStore(CPU, stack.offload), on_device=on_device,
         kernels=DryKernels(job.kernel, windowed=job.windowed, processors=job.processors), loss_kernel=DryLoss(),
         dtype=dtype, weights=lambda run: None,  # they are where they belong

@@ -1,0 +1,144 @@
+"""Experts of a mixture in grouped matrix products, with few passes over memory.
+
+transformers' fast path (`grouped_mm`) copies every token once for each of its experts, sorted by expert, multiplies groups, weighs
+and sorts back: some twenty passes over copies that together are as large as eight layers' inputs, and autograd keeps six of them.
+Here the same is written out, forward and backward:
+
+    forward     copies sorted by expert, gate and up in one grouped product, the gated product, down; a token adds its weighted
+                copies in one pass
+    kept        tokens, and gate and up of the copies
+    backward    the gated product again, from what was kept; a weight's gradient is its row's dy · down · product, so that what comes
+                out of down is not needed; copies of tokens and of their gradients are made again
+
+It is put in where transformers asks for it (`ExpertsInterface`), so routers, shared experts and hooks stay the model's own. Only for
+experts that are gated by silu, without biases, as most are; others keep transformers' own path, and so does a model whose owner
+chose another implementation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...base.holding import module_holds
+from .gated import SILU
+from .token_kernels import TokenKernels
+
+module_holds(__name__, "tile")
+
+NAME, REPLACED = "ithaca", "grouped_mm"
+
+
+def use_grouped_experts(modules: Iterable[nn.Module], kernels: TokenKernels) -> None:
+    """Let the experts among these modules be computed here."""
+    configs: dict[int, Any] = {}
+    for module in modules:
+        config: Any = getattr(module, "config", None)
+        if not hasattr(module, "has_gate") or getattr(config, "_experts_implementation", None) not in (REPLACED, NAME):
+            continue
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+        if config._experts_implementation != NAME:  # of their own: other models may share the config
+            own = configs.setdefault(id(config), copy.copy(config))
+            own._experts_implementation_internal = NAME  # the public name goes on to the configs inside
+            module.config = own  # pyright: ignore[reportAttributeAccessIssue]
+        module._kernels_of_ithaca = kernels  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    if not _plain(module, hidden_states):
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    kernels = getattr(module, "_kernels_of_ithaca", None) or TokenKernels()
+    weights = module.gate_up_proj, module.down_proj
+    return _Experts.apply(hidden_states, top_k_weights, *weights, top_k_index, kernels)  # pyright: ignore[reportReturnType]
+
+
+def _plain(module: Any, x: Tensor) -> bool:
+    from transformers.integrations.moe import _default_apply_gate
+
+    return (
+        module.has_gate
+        and not module.has_bias
+        and not module.is_transposed
+        and module.is_concatenated
+        and getattr(type(module), "_apply_gate", None) is _default_apply_gate
+        and type(module.act_fn).__name__ in SILU
+        and x.dtype == module.gate_up_proj.dtype == module.down_proj.dtype
+        and x.dtype in (torch.bfloat16, torch.float32)
+    )
+
+
+class _Experts(torch.autograd.Function):
+    """x [t, d], weights and index [t, k], gate_up [E, 2i, d], down [E, d, i] -> [t, d]"""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, kernels: TokenKernels
+    ):  # fmt: skip
+        chosen, order = torch.sort(index.flatten())
+        groups = torch.arange(1, len(down) + 1, device=x.device)
+        ends = torch.searchsorted(chosen, groups, out_int32=True)  # where each expert's copies end
+        place = torch.empty_like(order)  # of the copies of each token, among the sorted
+        place[order] = torch.arange(len(order), device=x.device)
+        copies = x.index_select(0, order // index.shape[1])
+        wide = F.grouped_mm(copies, gate_up.mT, offs=ends)
+        del copies
+        out = F.grouped_mm(expert_product(wide, kernels), down.mT, offs=ends)
+        ctx.save_for_backward(x, weights, gate_up, down, wide, order, place, ends)
+        ctx.kernels = kernels
+        return combine(out, place.view(index.shape), weights, kernels)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weights, gate_up, down, wide, order, place, ends = ctx.saved_tensors
+        kernels, token = ctx.kernels, order // weights.shape[1]
+        dcopies = dy.index_select(0, token)
+        dproduct = F.grouped_mm(dcopies, down, offs=ends)
+        weight = weights.flatten()[order]
+        product, dwide, dweight = expert_backward(wide, dproduct, weight, kernels)
+        del dproduct
+        ddown = F.grouped_mm(dcopies.mT, product, offs=ends) if ctx.needs_input_grad[3] else None
+        del product, dcopies
+        dx = combine(F.grouped_mm(dwide, gate_up, offs=ends), place.view(weights.shape), None, kernels)
+        dgate_up = None
+        if ctx.needs_input_grad[2]:
+            dgate_up = F.grouped_mm(dwide.mT, x.index_select(0, token), offs=ends)
+        return dx, dweight[place].view(weights.shape).to(weights.dtype), dgate_up, ddown, None, None
+
+
+def expert_product(wide: Tensor, kernels: TokenKernels) -> Tensor:
+    """silu(gate) · up of [n, 2i], gate beside up"""
+    gate, up = wide.chunk(2, -1)
+    return kernels.product(gate, up) if kernels.fuses(wide) else F.silu(gate) * up
+
+
+def expert_backward(
+    wide: Tensor, dproduct: Tensor, weight: Tensor, kernels: TokenKernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dproduct: of the product that was not weighed. -> the product, weighed; gradients of `wide` and of the weights, float32"""
+    if kernels.fuses(wide):
+        return kernels.expert_backward(wide, dproduct, weight)
+    gate, up = wide.chunk(2, -1)
+    active = F.silu(gate)
+    product = active * up
+    dweight = (dproduct.float() * product.float()).sum(-1)
+    dproduct = dproduct * weight[:, None]
+    dgate = torch.ops.aten.silu_backward(dproduct * up, gate)
+    return (product * weight[:, None]).to(wide.dtype), torch.cat((dgate, dproduct * active), -1).to(wide.dtype), dweight
+
+
+def combine(copies: Tensor, place: Tensor, weights: Tensor | None, kernels: TokenKernels) -> Tensor:
+    """copies [n, d], place and weights [t, k] -> the weighted sum of each token's copies [t, d]"""
+    if kernels.fuses(copies):
+        return kernels.combine(copies, place, weights)
+    own = copies.index_select(0, place.flatten()).unflatten(0, place.shape)
+    own = own if weights is None else own * weights[..., None]
+    return own.sum(1).to(copies.dtype)

@@ -1,0 +1,69 @@
+"""Kernels of the per-token work against torch's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ithaca.engine.model.gated import gated
+from ithaca.engine.model.presets import preset_config
+from ithaca.engine.model.rope import rotate
+from ithaca.engine.model.token_kernels import Rotated, TokenKernels
+from ithaca.verify.presets import build
+
+pytestmark = pytest.mark.gpu
+KERNELS = TokenKernels()
+
+
+def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    random = torch.Generator("cuda").manual_seed(len(shape) + sum(shape))
+    return (scale * torch.randn(shape, device="cuda", generator=random)).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 3, 64), (1, 500, 32, 128), (2, 9, 5, 96), (1, 20, 1, 16)], ids=str)
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rotated_bit_for_bit(shape: tuple[int, ...], heads_first: bool, shared: bool):
+    rows, tokens, heads, size = shape
+    x = bf16(heads, rows, tokens, size).permute(1, 2, 0, 3) if heads_first else bf16(*shape)
+    angles = 3 * bf16(1 if shared else rows, tokens, size // 2).float().repeat(1, 1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    x.requires_grad_()
+    grad = bf16(heads, rows, tokens, size, scale=2.0).permute(1, 2, 0, 3)
+    wanted, found = rotate(x, cos.unsqueeze(2), sin.unsqueeze(2)), Rotated.apply(x, cos, sin, KERNELS)
+    assert KERNELS.fuses(x) and isinstance(found, torch.Tensor) and torch.equal(found, wanted)
+    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (found, wanted)))
+
+
+def test_products_within_a_rounding():
+    gate, up, grad = (
+        bf16(3, 501, 777, scale=4.0),
+        bf16(3, 501, 778)[..., 1:].contiguous(),
+        bf16(3, 501, 779)[..., 2:].contiguous(),
+    )
+    gate.requires_grad_()
+    up.requires_grad_()
+    wanted = F.silu(gate) * up
+    dgate, dup = torch.autograd.grad(wanted, [gate, up], grad)
+    product = KERNELS.product(gate.detach(), up.detach())
+    for found, exact in zip(
+        (product, *KERNELS.product_backward(gate, up, grad)), (wanted, wanted, dgate, dup), strict=False
+    ):
+        torch.testing.assert_close(found, exact, rtol=2**-7, atol=1e-6)
+        assert (found != exact).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_mlp_and_its_gradients(keep: bool):
+    model: Any = build(preset_config("tiny_llama"), seed=3).to("cuda", torch.bfloat16)
+    mlp = model.model.layers[0].mlp
+    x = bf16(2, 100, model.config.hidden_size).requires_grad_()
+    grad = bf16(2, 100, model.config.hidden_size, scale=0.1)
+    inputs = [x, *mlp.parameters()]
+    wanted = torch.autograd.grad(mlp(x), inputs, grad)
+    found = torch.autograd.grad(gated(mlp, x, KERNELS, keep), inputs, grad)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).norm() <= 2**-8 * theirs.norm()
