@@ -12,7 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.engine.model.gated import gated
 from ithaca.engine.model.presets import TINY
+from ithaca.engine.model.token_kernels import TokenKernels
 
+from .operators import Operators
+
+KERNELS = TokenKernels()
 GATED = ["tiny_llama3", "tiny_gemma3", "tiny_qwen3", "tiny_olmo2", "tiny_granite", "tiny_smollm3"]
 
 
@@ -50,15 +54,28 @@ def ran(mlp: Any, function: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], i
 def test_the_same_bits_from_half_of_what_is_kept(preset: str, dtype: torch.dtype):
     mlp = mlp_of(preset, dtype)
     theirs, whole = ran(mlp, mlp)
-    ours, kept = ran(mlp, lambda x: gated(mlp, x))
+    ours, kept = ran(mlp, lambda x: gated(mlp, x, KERNELS, keep=True))
     assert len(ours) >= 5 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert kept == 2 * 2 * 33 * 96 * ours[0].element_size() <= whole / 2
 
 
-def test_frozen_weights_have_no_gradient():
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("preset", GATED)
+def test_by_kernels_where_the_activation_is_silu(preset: str, keep: bool):
+    mlp, kernels = mlp_of(preset), Operators()
+    theirs, whole = ran(mlp, mlp)
+    ours, kept = ran(mlp, lambda x: gated(mlp, x, kernels, keep))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
+    silu = preset != "tiny_gemma3"
+    assert kernels.calls == (["product", "product_backward"] if silu else [])
+    assert kept == (2 * 2 * 33 * 96 * 4 if silu or keep else whole)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, Operators()])
+def test_frozen_weights_have_no_gradient(kernels: TokenKernels):
     mlp = mlp_of("tiny_llama3").requires_grad_(False)
     theirs, _ = ran(mlp, mlp)
-    ours, _ = ran(mlp, lambda x: gated(mlp, x))
+    ours, _ = ran(mlp, lambda x: gated(mlp, x, kernels, keep=True))
     assert len(ours) == 2 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -81,9 +98,9 @@ def patched(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("change", [hooked, replaced, shadowed, patched])
 def test_what_somebody_changed_runs_as_it_is(change: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
     mlp = mlp_of("tiny_llama3")
-    before = gated(mlp, torch.ones(1, 1, 64))
+    before = gated(mlp, torch.ones(1, 1, 64), Operators(), keep=True)
     change(mlp, monkeypatch)
-    after = gated(mlp, torch.ones(1, 1, 64))
+    after = gated(mlp, torch.ones(1, 1, 64), Operators(), keep=True)
     assert torch.equal(after, mlp(torch.ones(1, 1, 64))) and not torch.equal(after, before)
 
 
@@ -91,4 +108,4 @@ def test_what_somebody_changed_runs_as_it_is(change: Callable[..., None], monkey
 def test_others_run_as_they_are(preset: str):
     mlp = mlp_of(preset)
     x = torch.randn(1, 5, 64)
-    assert torch.equal(gated(mlp, x), mlp(x))
+    assert torch.equal(gated(mlp, x, KERNELS, keep=True), mlp(x))

@@ -7,11 +7,11 @@ Here the same is written out, forward and backward:
     forward     copies sorted by expert, gate and up in one grouped product, the gated product, down; a token adds its weighted
                 copies in one pass
     kept        tokens, and gate and up of the copies
-    backward    the gated product again, from what was kept; a weight's gradient is its row's dy · down · product, so that what comes
-                out of down is not needed; copies of tokens and of their gradients are made again
+    backward    the gated product again, from what was kept; a weight's gradient is its row's dy · down · product, so that what
+                comes out of down is not needed; copies of tokens and of their gradients are made again
 
-It is put in where transformers asks for it (`ExpertsInterface`), so routers, shared experts and hooks stay the model's own. Only for
-experts that are gated by silu, without biases, as most are; others keep transformers' own path, and so does a model whose owner
+It is put in where transformers asks for it (`ExpertsInterface`), so routers, shared experts and hooks stay the model's own. Only
+for experts that are gated by silu, without biases, as most are; others keep transformers' own path, and so does a model whose owner
 chose another implementation.
 """
 
