@@ -14,6 +14,7 @@ from .attention.head_schedule import head_schedule
 from .fsdp import apply_fsdp, pack_shards
 from .mesh import Mesh
 from .model.adapter import Decoder
+from .model.experts import use_grouped_experts
 from .model.fingerprint import Fingerprint
 from .model.nf4 import Nf4
 from .objective.cross_entropy import LossKernel
@@ -64,6 +65,7 @@ def _parallelize(
             [layer.module for layer in decoder.layers], packing
         )  # before they are filled: packed as they are read
     materialize(run, weights, seed)
+    use_grouped_experts(decoder.model.modules(), decoder.token_kernels)
     route_whole(decoder.model, decoder.base, run.ranks)
     route(decoder.head, run.ranks)
     if isinstance(decoder, OwnDecoder):

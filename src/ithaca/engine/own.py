@@ -31,7 +31,6 @@ from .layer.mixer import Spread, doors_of, mixing
 from .layer.module import ModuleCall, run_module_layer, run_tiled, running_call
 from .model.adapter import base_model, check_state, lora_violations
 from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
-from .model.experts import use_grouped_experts
 from .model.families import config_violations
 from .model.guard import home_class, own_code_violations
 from .model.norm import epsilon_of
@@ -307,8 +306,6 @@ def read_own(model: nn.Module) -> OwnDecoder:
         )
     require(problems, f"{kind} cannot be prepared")
     assert base is not None and head is not None and embedding is not None
-    kernels = TokenKernels()
-    use_grouped_experts(inner.modules(), kernels)
     names = {id(module): name for name, module in inner.named_modules()}
     weight = getattr(getattr(head, "base_layer", head), "weight", None)
     return OwnDecoder(
@@ -321,7 +318,6 @@ def read_own(model: nn.Module) -> OwnDecoder:
         head_name=names[id(head)],
         tied=weight is not None and weight is getattr(embedding, "weight", None),
         configs=configs_of(base),
-        token_kernels=kernels,
     )
 
 

@@ -27,7 +27,9 @@ def experts_of(preset: str) -> Any:
 def ran(experts: Any, tokens: int, top: int = 2) -> tuple[list[Tensor], int]:
     """-> output and all gradients, and bytes that were kept beside weights"""
     random = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, experts.down_proj.shape[-1 if experts.is_transposed else 1], generator=random).requires_grad_()
+    x = torch.randn(
+        tokens, experts.down_proj.shape[-1 if experts.is_transposed else 1], generator=random
+    ).requires_grad_()
     # not the first expert: one that nobody goes to has a gradient of zero
     scores = torch.rand(tokens, experts.num_experts - 1, generator=random)
     index = scores.topk(top, -1).indices + 1

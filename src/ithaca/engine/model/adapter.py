@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...base.holding import CALLER, holds
 from ...stack import require
-from .experts import use_grouped_experts
 from .families import FAMILIES, Family, config_violations
 from .gated import gated
 from .guard import first_of_each, model_violations, own_code_violations
@@ -243,7 +242,6 @@ def read_model(model: nn.Module, token_kernels: TokenKernels | None = None) -> D
             raise
         raise ValueError(f"{error}{'. ' if len(problems) == 1 else chr(10)}{_WAY_OUT}") from None
     token_kernels = token_kernels or TokenKernels()
-    use_grouped_experts(base.modules(), token_kernels)
     layers = [_layer(i, module, base, config, family, token_kernels) for i, module in enumerate(base.layers)]
     _check_rope(base, config, layers)
     return Decoder(

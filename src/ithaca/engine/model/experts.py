@@ -18,7 +18,9 @@ chose another implementation.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from ...base.holding import module_holds
 from .gated import SILU
 from .token_kernels import TokenKernels
 
+log = logging.getLogger("ithaca")
 module_holds(__name__, "tile")
 
 NAME, REPLACED = "ithaca", "grouped_mm"
@@ -73,7 +76,38 @@ def _plain(module: Any, x: Tensor) -> bool:
         and type(module.act_fn).__name__ in SILU
         and x.dtype == module.gate_up_proj.dtype == module.down_proj.dtype
         and x.dtype in (torch.bfloat16, torch.float32)
+        and (not x.is_cuda or _agree(x.device))
     )
+
+
+@cache
+def _agree(device: torch.device) -> bool:
+    """Whether grouped products and kernels work on this GPU, and answer what plain products do."""
+    random = torch.Generator(device).manual_seed(0)
+    shapes = (40, 64), (40, 2), (4, 64, 64), (4, 64, 32)  # tokens, their weights, gate and up, down
+    given = [torch.randn(shape, device=device, generator=random).bfloat16().requires_grad_() for shape in shapes]
+    index = torch.rand(40, 4, device=device, generator=random).topk(2).indices
+
+    def plain(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = torch.einsum("td,ewd->tew", x, gate_up).chunk(2, -1)
+        each = torch.einsum("tei,edi->ted", F.silu(gate) * up, down)
+        return (each.gather(1, index[..., None].expand(-1, -1, x.shape[1])) * weights[..., None]).sum(1)
+
+    try:
+        with torch.enable_grad():
+            wide = [t.detach().float().requires_grad_() for t in given]
+            found, wanted = _Experts.apply(*given, index, TokenKernels()), plain(*wide)
+            assert isinstance(found, Tensor)
+            up = torch.randn(wanted.shape, device=device, generator=random)
+            grads = torch.autograd.grad(found, given, up.bfloat16()), torch.autograd.grad(wanted, wide, up)
+        pairs = [(found, wanted), *zip(*grads, strict=True)]
+        off = max(((ours.float() - exact).norm() / exact.norm()).item() for ours, exact in pairs)
+        why = None if off < 0.02 else f"they are {off:.1%} from plain products"
+    except Exception as error:  # of torch, Triton, or the C compiler that it calls
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if why is not None:
+        log.warning("experts run as transformers has them, slower and in more memory: %s", why)
+    return why is None
 
 
 class _Experts(torch.autograd.Function):

@@ -35,7 +35,6 @@ from ...engine.fsdp import gathered_groups
 from ...engine.job import Job, Memory
 from ...engine.mesh import Mesh, build_mesh, local_part
 from ...engine.model.adapter import read_model
-from ...engine.model.experts import use_grouped_experts
 from ...engine.model.families import FAMILIES
 from ...engine.model.shrink import cut, depth_of
 from ...engine.own import OwnDecoder, read_own
@@ -169,7 +168,6 @@ def proven(model: nn.Module) -> OwnDecoder:
     decoder = read_own(model)
     require_proof(decoder)
     decoder.token_kernels = DryTokens()
-    use_grouped_experts(decoder.model.modules(), decoder.token_kernels)
     return decoder
 
 
