@@ -40,18 +40,19 @@ NAME, REPLACED = "ithaca", "grouped_mm"
 def use_grouped_experts(modules: Iterable[nn.Module], kernels: TokenKernels) -> None:
     """Let the experts among these modules be computed here."""
     configs: dict[int, Any] = {}
-    for module in modules:
-        config: Any = getattr(module, "config", None)
-        if not hasattr(module, "has_gate") or getattr(config, "_experts_implementation", None) not in (REPLACED, NAME):
+    experts: Any
+    for experts in modules:
+        config: Any = getattr(experts, "config", None)
+        if not hasattr(experts, "has_gate") or getattr(config, "_experts_implementation", None) not in (REPLACED, NAME):
             continue
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
-        if config._experts_implementation != NAME:  # of their own: other models may share the config
+        if experts.config._experts_implementation != NAME:  # of their own: other models may share the config
             own = configs.setdefault(id(config), copy.copy(config))
             own._experts_implementation_internal = NAME  # the public name goes on to the configs inside
-            module.config = own  # pyright: ignore[reportAttributeAccessIssue]
-        module._kernels_of_ithaca = kernels  # pyright: ignore[reportAttributeAccessIssue]
+            experts.config = own
+        experts._kernels_of_ithaca = kernels
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
