@@ -38,6 +38,8 @@ CASES = [
     ("qwen3_32b", 64 * K, 16, Stack(ulysses=8, ring=2), 0, "fa4"),
     # every stage projects the heads of all, to norm them together
     ("olmo3_7b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
+    # upper layers compute nothing again
+    ("llama32_1b", 32 * K, 2, Stack(ulysses=2, recompute="2 keep_attention + 1 none", tile=None), 0, "fa4"),
     # one linear for q, k and v, and one for gate and up
     ("phi4", 16 * K, 2, Stack(ulysses=2, tile=None), 0, "fa4"),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from ithaca.planner.gpus import GPUS
 from ithaca.planner.hardware import parse_gpus
 from ithaca.planner.memory import predict
 from ithaca.planner.plan import HOST_SHARE
-from ithaca.planner.search import LEANER, NEARLY, _Asked, _families, max_context, plan
+from ithaca.planner.search import AT_EASE, LEANER, NEARLY, _Asked, _families, max_context, plan
 from ithaca.planner.speed import estimate
 from ithaca.planner.text import beside, describe
 from ithaca.stack import Stack
@@ -103,6 +103,18 @@ def test_as_many_layers_keep_attention_as_there_is_room_for():
         other = plan("llama32_1b", **options, recompute=recompute)
         assert not other.fits or other.speed.seconds > found.speed.seconds
     assert Stack(recompute=found.stack.words("recompute")) == Stack(recompute=kept)
+
+
+def test_as_many_layers_compute_nothing_again_as_there_is_room_for():
+    options = dict(gpus="1xH200", context="128K", host="1TB")
+    found, uniform = plan("llama32_1b", **options), plan("llama32_1b", **options, recompute="keep_attention")
+    assert found.fits and found.speed.seconds < 0.96 * uniform.speed.seconds
+    some = found.stack.recompute.count("none")
+    assert list(found.stack.recompute) == ["keep_attention"] * (16 - some) + ["none"] * some and 8 <= some < 16
+    one_more = ("keep_attention",) * (15 - some) + ("none",) * (some + 1)
+    other = plan("llama32_1b", **options, stack=replace(found.stack, recompute=one_more))
+    assert found.peak <= AT_EASE * found.budget < other.peak
+    assert "room for all activations of" in "\n".join(describe(found, explain=True))
 
 
 def test_fewer_heads_at_a_time_where_that_lets_more_layers_keep_attention():

@@ -31,8 +31,11 @@ def reasons_of(plan: Plan, pinned: dict[str, Any], kernel: str | None) -> list[t
     elif stack.recompute == "layer":
         because("recompute", "there is no room for attention outputs: backward attends once more")
     else:
-        keeps = sum(recompute == "keep_attention" for recompute in stack.recompute)
-        because("recompute", f"there is room for the attention outputs of {keeps} layers; the others attend once more")
+        whole, keeps = (stack.recompute.count(kind) for kind in ("none", "keep_attention"))
+        text = f"there is room for the attention outputs of {keeps} layers; the others attend once more"
+        if whole:
+            text = f"there is room for all activations of {whole} layers; of the others all but attention is computed again"
+        because("recompute", text)
     room = format_bytes(plan.memory.disk or plan.memory.host - plan.memory.offloaded)
     why = {
         "gpu": "kept activations fit on the GPU",

@@ -5,8 +5,9 @@
 Every combination of the stack's fields that can work is timed by arithmetic (speed.py), and in that order asked for its memory
 (memory.py) until one fits the GPU, the host and the disk; of a family whose leanest does not, no other is asked. Where only the
 host or the disk is too small, upper layers keep theirs on the GPU, as many as it takes. Where the winner has no room to keep the
-attention output of every layer, it keeps that of as many as there is room for. Fields that are given stay as they are. Where
-nothing fits and nobody has said where weights and states wait (offload_optimizer), all is asked once more with them on the host.
+attention output of every layer, it keeps that of as many as there is room for; where it has, and room for all activations of some
+layers, it keeps those. Fields that are given stay as they are. Where nothing fits and nobody has said where weights and states
+wait (offload_optimizer), all is asked once more with them on the host.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .speed import Speed, estimate
 
 NEARLY = 1.25  # where the last candidate is so much too large, none fits
 LEANER = 1.02  # the leanest of a family that was looked for needs at most so much more than the leanest there is
+AT_EASE = 0.95  # of a GPU: what saves a few percent of the time is not worth the risk that a plan is off by as much
 CONTEXT_STEP = 2**16  # tokens: the longest context is found to this
 
 
@@ -181,6 +183,8 @@ def fastest(
         return best
     if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
         best = asked.keep_some(best, stacks)
+    if best.fits and best.stack.recompute == "keep_attention" and "recompute" not in pinned:
+        best = asked.keep_all_of_some(best, stacks)
     if not best.fits:
         best = asked.nearest(best, stacks)
         best.may_offload = may_offload
@@ -370,6 +374,22 @@ class _Asked:
         """Nothing fits, and `plan` comes near: of its family the one that comes nearest, and of those the fastest."""
         family = next(family for family in _families(stacks) if plan.stack in family)
         return min(map(self.look, family), key=lambda candidate: (candidate.excess, candidate.speed.order))
+
+    def keep_all_of_some(self, best: Plan, stacks: list[Stack]) -> Plan:
+        """`best` computes all but attention again: compute nothing again in as many of the upper layers as fit. -> the fastest"""
+        layers = self.model.layers
+        for stack in (stack for stack in stacks if stack.recompute == "none"):
+            low, high = 0, layers  # with all layers it did not fit
+            while high - low > 1:
+                some = (low + high) // 2
+                mixed = replace(stack, recompute=("keep_attention",) * (layers - some) + ("none",) * some)
+                if self.time(mixed).seconds >= best.speed.seconds:
+                    low = some  # too few to be worth a look
+                elif (tried := self.look(mixed)).fits and tried.peak <= AT_EASE * tried.budget:
+                    low, best = some, tried
+                else:
+                    high = some
+        return best
 
     def keep_some(self, best: Plan, stacks: list[Stack]) -> Plan:
         """`best` attends twice in every layer: keep attention in as many as fit. -> the fastest of all

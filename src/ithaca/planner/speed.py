@@ -72,7 +72,11 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     parts["attention"] = _attention(job, rank.rows, older=not gpu.hopper) / gpu.peak
     parts["matmul"] = _products(job, tokens) / (gpu.peak * MATMUL)
     tiled = stack.tile is not None and stack.tile < job.context
-    parts["other"] = OTHER[tiled] * tokens * model.layers * (model.hidden / 2048) * (4.8e12 / gpu.bandwidth)
+    again = sum(stack.recompute_of(layer) != "none" for layer in range(model.layers)) if not stack.uniform else 0
+    other = model.layers * OTHER[tiled] + again * (
+        OTHER[True] - OTHER[tiled]
+    )  # beside layers that compute nothing again
+    parts["other"] = other * tokens * (model.hidden / 2048) * (4.8e12 / gpu.bandwidth)
     parts["other"] *= 1 + job.reference / 4  # forward, backward, and what is computed again
     parts["other"] += model.layers * (_tiles(job, tokens, gpu.bandwidth) + _unpacking(job) / gpu.bandwidth)
     compute = parts["attention"] + parts["matmul"] + parts["other"]
