@@ -42,22 +42,24 @@ fuzz: setup
 plans: setup
 	ITHACA_PLANS=long $(BIN)/python -m pytest -q -n 2 tests/planner tests/observe/profiler tests/test_benchmarks.py tests/test_recipes.py
 
-# Log-probabilities under any gradient: every family and three of their own code on 1 to 8 ranks; more layouts of a base in NF4.
-# 3 minutes on 2 cores.
+# Log-probabilities under any gradient: every family and three of their own code on 1 to 8 ranks; more layouts of a base in NF4, of
+# steps and of norms. Over 3 minutes on 2 cores.
 losses: setup
-	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py tests/integrations/test_dpo.py tests/parity/test_nf4.py
+	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py tests/integrations/test_dpo.py tests/parity/test_nf4.py \
+		tests/training/test_step.py tests/training/test_optim.py
 
 # More trees, models and layouts against the unrolled batch; steps with and without shared prompts. 9 minutes on 2 cores.
 trees: setup
 	ITHACA_TREES=long $(BIN)/python -m pytest -q tests/parity/test_trees.py tests/training/test_criterion.py
 
 # Every decoder type of transformers, tried: docs/reference/families.md. Then linear mixers on real ranks, with every way to keep
-# activations, and every pair of settings with every family of the table. About 20 minutes on 2 cores.
+# activations, every pair of settings with every family of the table, and every head schedule. Over 20 minutes on 2 cores.
 families: setup
 	$(BIN)/python -m ithaca.verify.families > docs/reference/families.md.new
 	mv docs/reference/families.md.new docs/reference/families.md
 	ITHACA_FAMILIES=long $(BIN)/python -m pytest -q tests/parity/test_mixers.py tests/parity/test_matrix.py \
-		tests/parity/test_families.py tests/evaluation/generate/test_generate.py
+		tests/parity/test_families.py tests/parity/test_any_decoder.py tests/contract/test_kept.py tests/evaluation/test_score.py \
+		tests/evaluation/generate tests/engine/model/test_weights.py tests/engine/attention/test_head_schedule.py
 
 lint: setup
 	$(BIN)/ruff check
