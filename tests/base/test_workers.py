@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -347,35 +345,37 @@ def test_what_cannot_work_is_refused(workers: Workers) -> None:
         Workers(torch.cuda.device_count() + 1, device="cuda")
 
 
-def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
-    """Kill a parent whose workers are busy; nothing of it may remain, the template included."""
-    script = tmp_path / "parent.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, sys
-            import ithaca.base.processes.pool
+def say_who_and_wait(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    threading.Event().wait()
 
-            def busy(folder):
-                open(os.path.join(folder, str(os.getpid())), "w").close()
-                while True: signal.pause()
 
-            if __name__ == "__main__":
-                ithaca.base.processes.pool._PRELOAD = ("ithaca.base.processes.pool",)  # this proof needs no transformers
-                ithaca.base.processes.pool.Workers(2).run(busy, sys.argv[1])
-            """
-        )
-    )
-    folder = tmp_path / "pids"
-    folder.mkdir()
-    parent = subprocess.Popen([sys.executable, str(script), str(folder)])
-    try:
-        wait_until(lambda: len(list(folder.iterdir())) == 2)
-        family = [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
-        assert {int(path.name) for path in folder.iterdir()} < set(family)
-    finally:
-        parent.kill()
-        parent.wait()
+def be_a_parent(folder: Path) -> None:
+    """With workers of its own, and a template of its own for them."""
+    pool = ithaca.base.processes.pool
+    pool._PRELOAD = ("ithaca.base.processes.rank", __name__)  # this proof needs no transformers
+    Workers(2).run(say_who_and_wait, folder, timeout=NEVER)
+
+
+def test_no_worker_outlives_its_parent(workers: Workers, tmp_path: Path) -> None:
+    """Kill a parent whose workers are busy; nothing of it may remain, the template included. A rank is the parent: it has imported
+    torch already."""
+    (parent,) = workers.run(pid, world=1)
+    family: list[int] = []
+
+    def kill() -> None:
+        try:
+            wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+            family.extend(process.pid for process in psutil.Process(parent).children(recursive=True))
+        finally:
+            os.kill(parent, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(WorkerError, match="rank 0 died: killed by SIGKILL"):
+        workers.run(be_a_parent, tmp_path, world=1, timeout=NEVER)
+    thread.join()
+    assert len(family) == 3 and {int(path.name) for path in tmp_path.iterdir()} < set(family)
     wait_until(lambda: not any(alive(child) for child in family))
 
 

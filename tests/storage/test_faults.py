@@ -25,6 +25,7 @@ from ithaca.storage.keep import remove_unfinished, unfinished
 
 from .runs import started, train, weights
 
+LONG = os.environ.get("ITHACA_FAULTS") == "long"  # make faults
 STACK = dict(ulysses=2)
 POINTS = [
     ("save.begin", 1),
@@ -75,14 +76,16 @@ def goes_on(folder: str) -> int:
     return step
 
 
-@pytest.mark.parametrize(
-    ("fault", "asynchronous"),
-    [
-        *((f"kill@{rank}:2:{point}", point == "save.before_manifest") for point, rank in POINTS),
-        ("kill@1:0:load", False),
-        ("kill@1:9:save.begin!", True),  # never reached: see `interrupted`
-    ],
-)
+KILLS = [
+    ("kill@1:2:save.after_shard", False),
+    ("kill@0:2:save.before_rename", False),
+    ("kill@0:2:save.before_latest", False),
+    ("kill@1:9:save.begin!", True),  # never reached: see `interrupted`
+]
+MORE_KILLS = [("kill@1:2:save.begin", False), ("kill@0:2:save.before_manifest", True), ("kill@1:0:load", False)]
+
+
+@pytest.mark.parametrize(("fault", "asynchronous"), [*KILLS, *(MORE_KILLS if LONG else [])])
 def test_a_kill_at_any_point_leaves_a_good_checkpoint(
     doomed: Workers, saved: Path, tmp_path: Path, fault: str, asynchronous: bool
 ):

@@ -30,8 +30,7 @@ SAME_WORLD: list[Any] = [
     pytest.param(1, "llama3", {}, {}, id="1"),
     pytest.param(2, "qwen3", dict(ulysses=2), {}, id="2, tied"),
     pytest.param(2, "llama3", dict(shard_parameters=False), {}, id="2, whole parameters"),
-    pytest.param(2, "llama3", {}, dict(lora=True), id="2, adapters"),
-    pytest.param(4, "llama3", dict(ulysses=2), dict(asynchronous=True), id="4, asynchronous"),
+    pytest.param(2, "llama3", {}, dict(lora=True, asynchronous=True), id="2, adapters, asynchronous"),
     pytest.param(4, "llama3", dict(replicate=2, ulysses=2), {}, id="4, replicas"),
 ]
 
@@ -94,14 +93,14 @@ def quiet(folder: str, stack: dict[str, Any], steps: range, previous: bool) -> l
 
 def test_ranks_and_stack_may_change_on_the_way(workers: Workers, tmp_path: Path):
     """4 ranks, then 2, then 8, each with another split of sequence and parameters."""
-    reference = quiet(str(tmp_path / "one"), dict(shard_parameters=False), range(5), False)
+    reference = quiet(str(tmp_path / "one"), dict(shard_parameters=False), range(4), False)
     folder = str(tmp_path / "many")
     found = workers.run(quiet, folder, dict(ulysses=2, ring=2, tile=8), range(2), False, world=4)[0]
     found += workers.run(quiet, folder, dict(ring=2, store="host"), range(2, 3), True, world=2)[0]
     stack = dict(ulysses=4, replicate=2, heads_per_stage=1, recompute="layer")
-    found += workers.run(quiet, folder, stack, range(3, 5), True, world=8)[0]
+    found += workers.run(quiet, folder, stack, range(3, 4), True, world=8)[0]
     assert found == pytest.approx(reference, rel=1e-4)
-    assert len(set(reference)) == 5
+    assert len(set(reference)) == 4
 
 
 def two_saves_in_the_same_memory(folder: str) -> Any:
@@ -126,10 +125,11 @@ def loaded_step(folder: str, step: int) -> Any:
 
 def test_a_save_uses_the_memory_of_the_one_before(workers: Workers, tmp_path: Path):
     found = workers.run(two_saves_in_the_same_memory, str(tmp_path), world=2)
+    loaded = [workers.run(loaded_step, str(tmp_path), step, world=2) for step in (2, 3)]
     for rank, (moments, places) in enumerate(found):
         assert places[0] == places[1] and len(places[0]) > 10
         for number, moment in enumerate(moments):
-            there = workers.run(loaded_step, str(tmp_path), 2 + number, world=2)[rank]
+            there = loaded[number][rank]
             assert moment.keys() == there.keys()
             assert all(
                 torch.equal(value, there[name]) if isinstance(value, torch.Tensor) else value == there[name]

@@ -27,7 +27,7 @@ STACKS: dict[str, tuple[int, list[str]]] = {
     "five": (5, ["ulysses=5", "ring=1"]),  # of 4 or 8 heads: some ranks have none in some stages
     "two, accumulating": (2, ["ulysses=2", "ring=1"]),
 }
-STEPS = 12
+STEPS = 8
 
 
 def run_once(folder: str, overrides: list[str]) -> int:
@@ -51,17 +51,18 @@ def straight(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> list
     return run(workers, tmp_path_factory.mktemp("straight"), "four", STEPS)
 
 
-@pytest.mark.parametrize("stack", [name for name in STACKS if name not in ("four", "three", "five")])
+# `test_other_ranks_go_on_with_the_next_samples` has the others
+@pytest.mark.parametrize("stack", ["alone, plain", "two", "four, data parallel", "two, accumulating"])
 def test_the_layout_does_not_change_the_losses(workers: Workers, tmp_path: Path, straight: list, stack: str):
     more = ["train.accumulation=2"] if "accumulating" in stack else []
-    found = run(workers, tmp_path, stack, 6, *more)
-    assert losses(found) == pytest.approx(losses(straight)[:6], rel=1e-4)
-    assert [line["samples"] for line in found if "loss" in line] == [4 * step for step in range(1, 7)]
+    found = run(workers, tmp_path, stack, 4, *more)
+    assert losses(found) == pytest.approx(losses(straight)[:4], rel=1e-4)
+    assert [line["samples"] for line in found if "loss" in line] == [4 * step for step in range(1, 5)]
     assert losses(straight)[-1] < 0.9 * losses(straight)[0]
 
 
 def test_other_ranks_go_on_with_the_next_samples(workers: Workers, tmp_path: Path, straight: list):
-    for steps, stack in zip((3, 7, 10), ("three", "alone", "five"), strict=True):
+    for steps, stack in zip((3, 5, 6), ("three", "alone", "five"), strict=True):
         run(workers, tmp_path, stack, steps)
     found = run(workers, tmp_path, "eight", STEPS)
     assert losses(found) == pytest.approx(losses(straight), rel=1e-4)
@@ -69,17 +70,17 @@ def test_other_ranks_go_on_with_the_next_samples(workers: Workers, tmp_path: Pat
     assert [line["event"] for line in found if "event" in line] == [
         "start", "save", *["resume", "save"] * 3
     ]  # fmt: skip
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-10", "step-12"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-6", "step-8"]
 
 
 @pytest.mark.parametrize("stack", ["alone", "four"])
 def test_the_same_ranks_go_on_bit_for_bit(workers: Workers, tmp_path: Path, stack: str):
-    whole = run(workers, tmp_path / "whole", stack, 6, "checkpoint.every=3")
-    run(workers, tmp_path / "parts", stack, 4)
-    parts = run(workers, tmp_path / "parts", stack, 6, "checkpoint.every=3")
+    whole = run(workers, tmp_path / "whole", stack, 4, "checkpoint.every=2")
+    run(workers, tmp_path / "parts", stack, 3)
+    parts = run(workers, tmp_path / "parts", stack, 4, "checkpoint.every=2")
     assert losses(parts) == losses(whole)
-    hashes = [hashes_of(tmp_path / name / "checkpoints" / "step-6") for name in ("whole", "parts")]
-    assert hashes[0] == hashes[1]
+    hashes = [hashes_of(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts")]
+    assert hashes[0] == hashes[1] and hashes[0]
 
 
 def hashes_of(checkpoint: Path) -> dict[str, str]:
