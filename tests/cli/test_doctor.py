@@ -23,7 +23,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_block_for_real(tmp_path: Path):
-    done = run("--json", HOME=str(tmp_path))
+    (tmp_path / "rich.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')"
+    )  # nothing is drawn
+    done = run("--json", HOME=str(tmp_path), PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert done.returncode == 0, done.stderr
     block = json.loads(done.stdout)
     assert list(block) == ["ithaca", "packages", "cuda", "gpus", "host", "attention", "hints"]

@@ -18,7 +18,7 @@ from .running import Case, Tally, run_case
 from .world import make_world
 
 LONG = os.environ.get("ITHACA_FUZZ") == "long"
-SEED, CASES, COMMANDS = (int(os.environ.get("ITHACA_FUZZ_SEED", "2")), 5000, 100) if LONG else (1, 150, 0)
+SEED, CASES, COMMANDS = (int(os.environ.get("ITHACA_FUZZ_SEED", "2")), 5000, 100) if LONG else (1, 90, 0)
 
 
 @pytest.fixture(scope="module")

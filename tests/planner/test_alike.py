@@ -30,7 +30,7 @@ LONG = 2**20  # tokens of a rank whose input a store takes longer to take than a
 
 
 CASES = {
-    "on the GPU": (Stack(tile=1024), 4096, 1, {}, (6, 4)),
+    "on the GPU": (Stack(tile=1024), 2048, 1, {}, (6, 4)),
 }  # fmt: skip
 if MORE:
     CASES |= {

@@ -23,6 +23,7 @@ from ithaca.planner.speed import BOTH_WAYS, HOST_RATE
 from ithaca.stack import Stack
 
 K = 2**10
+LONG = os.environ.get("ITHACA_PLANS") == "long"  # make plans
 BASE = Config(
     model=Model(folder="llama32_1b"), data=Data(context=64 * K), train=Train(steps=100, rows=2),
     checkpoint=Checkpoint(every=10),
@@ -133,7 +134,7 @@ CASES: list[tuple[str, int, int, Stack, dict[str, Any]]] = [
     ("llama32_1b", 16 * K, 1, Stack(), dict(units=True, reference=True, lora=16)),
     ("llama3_8b", 4 * K, 2, Stack(ulysses=2, tile=2048), dict(lora=16, quantize="nf4")),
 ]  # fmt: skip
-if os.environ.get("ITHACA_PLANS") == "long":  # make plans
+if LONG:
     CASES += [
         ("qwen3_4b", 16 * K, 1, Stack(recompute="none", tile=None), dict(lora=16, targets=QV)),
         # attention is the peak there, and is merged
@@ -155,7 +156,7 @@ if os.environ.get("ITHACA_PLANS") == "long":  # make plans
 @pytest.mark.parametrize(("name", "context", "world", "stack", "more"), CASES, ids=lambda each: str(each)[:60])
 def test_settings_against_the_code(name: str, context: int, world: int, stack: Stack, more: dict[str, Any]):
     hf = hf_config(name)
-    hf.num_hidden_layers = 3
+    hf.num_hidden_layers = 3 if LONG else 2
     job = Job(sizes_of(hf.to_dict(), name), stack, context, world, **more)
     said, ran = predict(job), dry_run(job, hf)
     assert -0.02 <= said.peak / ran.peak - 1 <= 0.05
