@@ -97,8 +97,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "2 ring": ("gemma3", 2, dict(ring=2, tile=7, store="host"), True),
     "4 = 2 ulysses × 2 ring": ("llama3", 4, dict(ulysses=2, ring=2, heads_per_stage=1, tile=5), True),
     "4 = 2 ulysses × 2 data": ("qwen3", 4, dict(ulysses=2, store="host"), False),
-    "4 replicas": ("olmo2", 4, dict(replicate=4), True),
-    "8 = 4 ulysses × 2 ring": ("mistral", 8, dict(ulysses=4, ring=2), True),
+    "2 replicas": ("olmo2", 2, dict(replicate=2), True),
     "divided": ("granite", 2, dict(ulysses=2, tile=9), True),
     "experts": ("qwen3_moe", 2, dict(ulysses=2, recompute="layer"), True),
     "adapters": ("lora", 2, dict(ulysses=2, store="host"), True),
@@ -113,6 +112,10 @@ if os.environ.get("ITHACA_LOSSES") == "long":
         2: dict(ring=2, store="host"),
         4: dict(ulysses=2, heads_per_stage=1, tile=5),
         8: dict(ulysses=2, ring=4),
+    }
+    CASES |= {
+        "4 replicas": ("olmo2", 4, dict(replicate=4), True),
+        "8 = 4 ulysses × 2 ring": ("mistral", 8, dict(ulysses=4, ring=2), True),
     }
     CASES |= {
         f"{kind} on {world}, {'packed' if packed else 'whole'}": (kind, world, LAYOUTS[world], packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +27,10 @@ STACKS: dict[str, tuple[int, dict[str, Any]]] = {
     "ring": (2, dict(ring=2, recompute="layer", tile=32)),
     "data parallel": (2, dict(replicate=2, engine="composed")),
     "ulysses × ring": (4, dict(ulysses=2, ring=2, heads_per_stage=1, tile=16, store="disk")),
-    "ulysses, data parallel": (4, dict(ulysses=2, shard_parameters=False)),
-    "ulysses": (4, dict(ulysses=4, engine="composed", recompute="layer")),
 }
+if os.environ.get("ITHACA_FAMILIES") == "long":  # make families
+    STACKS["ulysses, data parallel"] = (4, dict(ulysses=2, shard_parameters=False))
+    STACKS["ulysses"] = (4, dict(ulysses=4, engine="composed", recompute="layer"))
 ODD = 250  # a length that no number of ranks divides
 
 

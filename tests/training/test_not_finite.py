@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +46,7 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", ["true", "false"] if os.environ.get("ITHACA_FAULTS") == "long" else ["true"])
 def test_a_lost_update_is_not_saved_and_costs_no_good_checkpoint(workers: Workers, tmp_path: Path, asynchronous: str):
     settings = ["checkpoint.every=1", f"checkpoint.asynchronous={asynchronous}"]
     assert workers.run(run_on_ranks, str(tmp_path), [*settings, "train.steps=2"], world=2) == [(0, "")] * 2

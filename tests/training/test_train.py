@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,12 @@ def straight(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> list
     return run(workers, tmp_path_factory.mktemp("straight"), "four", STEPS)
 
 
-# `test_other_ranks_go_on_with_the_next_samples` has the others
-@pytest.mark.parametrize("stack", ["alone, plain", "two", "four, data parallel", "two, accumulating"])
+LAYOUTS = ["alone, plain", "two", "four, data parallel", "two, accumulating"]
+if os.environ.get("ITHACA_LOSSES") == "long":  # make losses
+    LAYOUTS += ["alone", "eight"]
+
+
+@pytest.mark.parametrize("stack", LAYOUTS)
 def test_the_layout_does_not_change_the_losses(workers: Workers, tmp_path: Path, straight: list, stack: str):
     more = ["train.accumulation=2"] if "accumulating" in stack else []
     found = run(workers, tmp_path, stack, 4, *more)
@@ -62,18 +67,18 @@ def test_the_layout_does_not_change_the_losses(workers: Workers, tmp_path: Path,
 
 
 def test_other_ranks_go_on_with_the_next_samples(workers: Workers, tmp_path: Path, straight: list):
-    for steps, stack in zip((3, 5, 6), ("three", "alone", "five"), strict=True):
+    for steps, stack in zip((3, 6), ("three", "alone"), strict=True):
         run(workers, tmp_path, stack, steps)
-    found = run(workers, tmp_path, "eight", STEPS)
+    found = run(workers, tmp_path, "five", STEPS)
     assert losses(found) == pytest.approx(losses(straight), rel=1e-4)
     assert [line["samples"] for line in found if "loss" in line] == [4 * step for step in range(1, STEPS + 1)]
     assert [line["event"] for line in found if "event" in line] == [
-        "start", "save", *["resume", "save"] * 3
+        "start", "save", *["resume", "save"] * 2
     ]  # fmt: skip
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-6", "step-8"]
 
 
-@pytest.mark.parametrize("stack", ["alone", "four"])
+@pytest.mark.parametrize("stack", ["alone", "two"])
 def test_the_same_ranks_go_on_bit_for_bit(workers: Workers, tmp_path: Path, stack: str):
     whole = run(workers, tmp_path / "whole", stack, 4, "checkpoint.every=2")
     run(workers, tmp_path / "parts", stack, 3)

@@ -22,12 +22,12 @@ from ...data.make import CHATML, byte_level, save_tokenizer, words
 
 LONG = os.environ.get("ITHACA_FAMILIES") == "long"
 
-NEW = 10
+NEW = 10 if LONG else 6
 STACKS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, dict(heads_per_stage=1, tile=16)),
     "ring": (2, dict(ring=2, shard_parameters=False)),
     "ulysses × ring": (4, dict(ulysses=2, ring=2, heads_per_stage=1, tile=8, store="host")),
-    "ulysses, data parallel": (4, dict(ulysses=2, engine="composed")),
+    **({"ulysses, data parallel": (4, dict(ulysses=2, engine="composed"))} if LONG else {}),
 }
 
 
