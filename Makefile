@@ -32,7 +32,7 @@ docs: setup
 # The long version of tests/faults: 4 ranks, every point, 50 random kills. About 6 minutes on 2 cores that are otherwise idle.
 faults: setup
 	ITHACA_FAULTS=long $(BIN)/python -m pytest -q -s --timeout=3600 tests/faults tests/storage/test_faults.py tests/storage/test_resume.py \
-		tests/base/test_workers.py tests/training/launch tests/training/test_not_finite.py
+		tests/base/test_workers.py tests/training/launch tests/training/test_not_finite.py tests/training/test_switches.py
 
 # The long version of tests/fuzz: 5,000 seeded cases over every verb, setting and received file, 100 of them as real commands.
 # 8 minutes on 2 cores; ITHACA_FUZZ_SEED=7 makes others.

@@ -69,7 +69,7 @@ def read(text: str, path: Path) -> Config:
 def test_random_configs_come_back_equal(tmp_path: Path):
     chance = random.Random(7)
     seen: set[Any] = set()
-    for _ in range(40):
+    for _ in range(25):
         config = a_section(Config, chance)
         text = dump(config)
         assert read(text, tmp_path / "config.yaml") == config

@@ -6,6 +6,7 @@ ranks have different numbers of tiles.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,8 @@ from ithaca.engine.run import Run
 from ithaca.verify.presets import add_lora
 
 from .tiny import prepared, tiny, tokens
+
+LONG = os.environ.get("ITHACA_FAMILIES") == "long"  # make families
 
 
 class CountedGather(DefaultAllGather):
@@ -68,17 +71,20 @@ def groups(tied: bool, layers: int = 2) -> list[str]:
     return ["root", *(f"model.layers.{i}" for i in range(layers)), *([] if tied else ["model.embed_tokens", "lm_head"])]
 
 
-@pytest.mark.parametrize("preset", ["llama3", "qwen3"], ids=["untied", "tied"])
+STACKS: dict[str, dict[str, Any]] = {
+    "untiled, nothing again": dict(tile=None, recompute="none"),
+    "untiled": dict(tile=None),
+    "tiles of 5": dict(tile=5),
+    "tiles of 3, stages of 1": dict(tile=3, heads_per_stage=1),
+    "layer again": dict(tile=3, recompute="layer", store="host"),
+}
+TIED = [*STACKS] if LONG else ["untiled", "layer again"]
+
+
 @pytest.mark.parametrize(
-    "stack",
-    [
-        dict(tile=None, recompute="none"),
-        dict(tile=None),
-        dict(tile=5),
-        dict(tile=1, heads_per_stage=1),
-        dict(tile=3, recompute="layer", store="host"),
-    ],
-    ids=["untiled, nothing again", "untiled", "tiles of 5", "tiles of 1, stages of 1", "layer again"],
+    ("preset", "stack"),
+    [("llama3", each) for each in STACKS.values()] + [("qwen3", STACKS[name]) for name in TIED],
+    ids=[*STACKS, *(f"tied, {name}" for name in TIED)],
 )
 def test_each_group_is_gathered_once_a_direction_and_reduced_once(workers: Workers, preset: str, stack: dict[str, Any]):
     names = groups(tied=preset == "qwen3")
@@ -149,9 +155,11 @@ def losses_around_a_step(preset: str, grad: bool, first: str) -> list[float]:
         return [run.loss(batch).item(), run.loss(run.shard(tokens(seed=9))).item()]
 
 
-@pytest.mark.parametrize("first", ["ours", "theirs"])
-@pytest.mark.parametrize("grad", [False, True], ids=["evaluated", "dropped"])
-@pytest.mark.parametrize("preset", ["llama3", "qwen3"], ids=["untied", "tied"])
+UPDATES = [("llama3", False, "ours"), ("qwen3", True, "ours"), ("qwen3", False, "theirs"), ("llama3", True, "theirs")]
+MORE = [("qwen3", False, "ours"), ("llama3", True, "ours"), ("llama3", False, "theirs"), ("qwen3", True, "theirs")]
+
+
+@pytest.mark.parametrize(("preset", "grad", "first"), [*UPDATES, *(MORE if LONG else [])])
 def test_new_weights_count_at_once(workers: Workers, preset: str, grad: bool, first: str):
     """FSDP2 keeps the root's parameters gathered until backward; without one they would be stale from here on."""
     model = tiny(preset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,15 @@ def both(workers: Workers, folder: Path, world: int, stack: list[str]) -> dict[s
     }
 
 
-@pytest.mark.parametrize(
-    ("world", "stack"),
-    [
-        (1, ["ulysses=1", "ring=1"]),
-        (4, ["ulysses=2", "ring=2"]),
-        (2, ["ulysses=1", "ring=1", "shard_parameters=false"]),
-    ],
-    ids=["one", "four", "two, data parallel"],
-)
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "two": (2, ["ulysses=2", "ring=1"]),
+    "two, data parallel": (2, ["ulysses=1", "ring=1", "shard_parameters=false"]),
+}
+if os.environ.get("ITHACA_FAMILIES") == "long":  # make families
+    LAYOUTS |= {"one": (1, ["ulysses=1", "ring=1"]), "four": (4, ["ulysses=2", "ring=2"])}
+
+
+@pytest.mark.parametrize(("world", "stack"), LAYOUTS.values(), ids=LAYOUTS)
 def test_training_is_bit_identical_with_and_without_it(workers: Workers, tmp_path: Path, world: int, stack: list[str]):
     found = both(workers, tmp_path, world, stack)
     assert found["with"] == found["without"], "exit codes and random states"

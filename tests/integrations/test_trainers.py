@@ -15,14 +15,15 @@ from ithaca.integrations import Trainer
 from .runs import hf_trainer, launched, logged, padded, rows, settings, sft_trainer, small, train
 
 pytest.importorskip("trl")
-SAVING = dict(save_strategy="steps", save_steps=5, save_total_limit=2)
+STEPS = 8  # of the first case: more than an epoch
+SAVING = dict(save_strategy="steps", save_steps=2, save_total_limit=2)
 CASES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
-    "trainer, ulysses": (hf_trainer, 2, dict(ulysses=2), {}),
-    "trainer, ulysses × data": (hf_trainer, 4, dict(ulysses=2), dict(max_steps=4)),
-    "trainer, ring, smoothed": (hf_trainer, 2, dict(ring=2), dict(label_smoothing_factor=0.1, max_steps=4)),
-    "sft, ring": (sft_trainer, 2, dict(ring=2, recompute="layer"), dict(max_steps=4)),
+    "trainer, ulysses": (hf_trainer, 2, dict(ulysses=2), dict(max_steps=STEPS)),
+    "trainer, ulysses × data": (hf_trainer, 4, dict(ulysses=2), dict(max_steps=3)),
+    "trainer, ring, smoothed": (hf_trainer, 2, dict(ring=2), dict(label_smoothing_factor=0.1, max_steps=3)),
+    "sft, ring": (sft_trainer, 2, dict(ring=2, recompute="layer"), dict(max_steps=3)),
     "sft, ulysses × data, packed": (sft_trainer, 4, dict(ulysses=2), dict(packing=True, max_steps=5)),
-    "sft, lora": (sft_trainer, 2, dict(ulysses=2), dict(lora=True, max_steps=4, optim="sgd")),
+    "sft, lora": (sft_trainer, 2, dict(ulysses=2), dict(lora=True, max_steps=3, optim="sgd")),
     "sft, experts": (sft_trainer, 2, dict(ulysses=2), dict(preset="qwen3_moe", packing=True, max_steps=3)),
 }
 
@@ -48,7 +49,7 @@ def test_a_stack_changes_nothing(workers: Workers, references: dict[str, Any], f
     saves = name == "trainer, ulysses"
     where = folder if saves else tmp_path / "with"
     results = workers.run(train, make, str(where), stack, world=world, **changes, **(SAVING if saves else {}))
-    assert len(theirs["loss"]) == changes.get("max_steps", 20) and theirs["loss"][-1] < theirs["loss"][0]
+    assert len(theirs["loss"]) == changes["max_steps"] and theirs["loss"][-1] < theirs["loss"][0]
     for ours in results:
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
         assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-4)
@@ -74,8 +75,8 @@ def saved(references: dict[str, Any]) -> dict[str, Any]:
 def test_checkpoints_are_rotated_and_load_in_transformers(saved: dict[str, Any], folder: Path):
     from transformers import AutoModelForCausalLM
 
-    assert saved["files"] == ["checkpoint-15", "checkpoint-20"]
-    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-20")
+    assert saved["files"] == ["checkpoint-6", "checkpoint-8"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-8")
     assert model.dtype == torch.float32
     for name, value in model.state_dict().items():
         assert torch.equal(value, saved["weights"][name]), name
@@ -83,17 +84,17 @@ def test_checkpoints_are_rotated_and_load_in_transformers(saved: dict[str, Any],
 
 def test_a_resumed_run_is_the_unbroken_one(workers: Workers, saved: dict[str, Any], folder: Path, tmp_path: Path):
     """Weights, optimizer, schedule and the place in the data: bit for bit."""
-    resume = str(folder / "checkpoint-15")
-    for ours in workers.run(train, hf_trainer, str(tmp_path), dict(ulysses=2), resume, world=2):
+    resume = str(folder / "checkpoint-6")
+    for ours in workers.run(train, hf_trainer, str(tmp_path), dict(ulysses=2), resume, world=2, max_steps=STEPS):
         assert ours["loss"] == saved["loss"]  # those before are in the checkpoint
         assert ours["rate"] == saved["rate"]
         assert all(torch.equal(value, saved["weights"][name]) for name, value in ours["weights"].items())
 
 
 def test_and_goes_on_with_other_ranks(workers: Workers, saved: dict[str, Any], folder: Path, tmp_path: Path):
-    resume = str(folder / "checkpoint-15")
-    ours, *_ = workers.run(train, hf_trainer, str(tmp_path), dict(ulysses=2), resume, world=4, max_steps=17)
-    assert ours["loss"] == pytest.approx(saved["loss"][:17], abs=1e-5)
+    resume = str(folder / "checkpoint-6")
+    ours, *_ = workers.run(train, hf_trainer, str(tmp_path), dict(ulysses=2), resume, world=4, max_steps=STEPS)
+    assert ours["loss"] == pytest.approx(saved["loss"], abs=1e-5)
 
 
 def other_rows(folder: str, resume: str) -> str:
@@ -104,7 +105,7 @@ def other_rows(folder: str, resume: str) -> str:
 
 
 def test_resuming_with_other_batches_is_refused(workers: Workers, saved: dict[str, Any], folder: Path, tmp_path: Path):
-    for said in workers.run(other_rows, str(tmp_path), str(folder / "checkpoint-20"), world=2):
+    for said in workers.run(other_rows, str(tmp_path), str(folder / "checkpoint-8"), world=2):
         assert "was saved with 8 rows a step" in said and "they are 16" in said
 
 

@@ -145,10 +145,10 @@ TRIALS = [
     ),
     Trial("tiny_llama3", Stack(ring=2, recompute="layer", engine="composed"), rows=2, seed=2),
     Trial("tiny_mistral", Stack(ulysses=2, ring=2, heads_per_stage=1), WINDOW, seed=3),
-    Trial("tiny_gemma3", Stack(ring=4, tile=7), WINDOW, seed=4),
-    Trial("tiny_qwen2", Stack(ulysses=2, replicate=2), lora=True, seed=5),
+    Trial("tiny_gemma3", Stack(ring=3, tile=7), WINDOW, seed=4),
+    Trial("tiny_qwen2", Stack(replicate=2), lora=True, seed=5),
     Trial(
-        "tiny_qwen3_moe", Stack(ulysses=4, recompute="none", engine="composed"), {"output_router_logits": False}, seed=6
+        "tiny_qwen3_moe", Stack(ulysses=2, recompute="none", engine="composed"), {"output_router_logits": False}, seed=6
     ),
     Trial("gpt_oss", Stack(ulysses=2, ring=2, store="host"), WINDOW, seed=7),
 ]

@@ -104,10 +104,10 @@ def test_a_misspelt_category_is_refused():
 @pytest.mark.parametrize(
     ("family", "stack", "world"),
     [
-        ("qwen3", Stack(ulysses=2, ring=2, heads_per_stage=2, tile=512, store="disk", hold=False), 4),
+        ("gemma3_text", Stack(ulysses=2, ring=2, heads_per_stage=2, tile=512, store="disk", hold=False), 4),
         ("llama", Stack(engine="composed", recompute="layer", tile=512, store="host", heads_per_stage=2), 1),
         ("llama", Stack(engine="composed", recompute="none", tile=None), 1),
-        ("gemma3_text", Stack(ulysses=2, tile=512, shard_parameters=False), 2),
+        ("qwen3", Stack(ulysses=2, tile=512, shard_parameters=False), 2),
     ][: None if LONG else 1],
     ids=str,
 )
@@ -133,6 +133,16 @@ def test_all_code_that_allocates_says_what_it_holds(
     assert not silent
     for by in counted.phases.values():
         assert by["other"] < 0.01 * sum(by.values())  # the batch
+    check_whole(counted, stack)
+
+
+def check_whole(found: dry.DryRun, stack: Stack) -> None:
+    assert found.peak > 0
+    assert sum(found.phases["backward"].values()) > sum(found.phases["load"].values())
+    if (
+        stack.store == "disk"
+    ):  # of three layers the last waits in host memory, and pieces that do not stay pass through it
+        assert found.host == found.disk // 2 > 0 or (stack.hold is False and found.host > found.disk // 2 > 0)
 
 
 def test_a_thread_of_autograd_is_told_by_who_waits_for_it():
@@ -223,12 +233,11 @@ def test_each_technique_takes_something_away():
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma3_text"] if LONG else ["gemma3_text"])
+@pytest.mark.skipif(not LONG, reason="a dry run each, 5 s: make plans; Gemma has one above")
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma3_text"])
 def test_families(family: str):
     stack = Stack(ulysses=2, ring=2, heads_per_stage=2, tile=512, store="disk")
-    found = dry_run(job_of(config(family), stack, 4096, world=4), config(family))
-    assert found.peak > 0 and found.host == found.disk // 2 > 0, "of three layers the last waits in host memory"
-    assert sum(found.phases["backward"].values()) > sum(found.phases["load"].values())
+    check_whole(dry_run(job_of(config(family), stack, 4096, world=4), config(family)), stack)
 
 
 @pytest.mark.skipif(not LONG, reason="three dry runs, 7 s: make plans")
@@ -244,7 +253,7 @@ def test_adapters_and_documents():
 
 
 def test_it_leaves_no_process_group_and_refuses_to_share_one():
-    peak_of(Stack())
+    peak_of(Stack(), 256)
     assert not dist.is_initialized()
     with mock.patch.object(dist, "is_initialized", lambda: True), pytest.raises(RuntimeError, match="has one already"):
         peak_of(Stack())

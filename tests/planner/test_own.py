@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ithaca.base.processes import pool
+from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
 from ithaca.engine.job import Job, Memory
 from ithaca.engine.model.presets import PRESETS, preset_config
@@ -28,6 +31,7 @@ from ithaca.planner.plan import Plan
 from ithaca.planner.search import plan
 from ithaca.planner.text import describe
 from ithaca.stack import Stack
+from ithaca.training import automatic
 from ithaca.training.automatic import planned_apart
 
 APART = Stack(engine="module", tile=None, store="host", ulysses=2, recompute="layer")
@@ -112,7 +116,10 @@ def test_layers_with_heads_of_their_own_count_with_the_largest():
 # -- the plan ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_answer_says_how_it_was_counted(folder: Path):
+def test_the_answer_says_how_it_was_counted(folder: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch):
+    workers.run(os.getpid, world=1)
+    # a fork of the pool's template, which has done the imports
+    monkeypatch.setattr(automatic, "Worker", partial(automatic.Worker, template=pool._template))
     config = AutoConfig.from_pretrained(folder)
     found = planned_apart(
         "small_glm", config=config, gpus=parse_gpus("2xH100-80GB"), context=512, rows=1

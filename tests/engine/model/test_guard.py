@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -22,6 +23,7 @@ from ithaca.verify.case import full_gradients
 from ithaca.verify.presets import add_lora, build
 
 Change = Callable[[Any], object]
+LONG = os.environ.get("ITHACA_FAMILIES") == "long"  # make families
 IDS = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -427,8 +429,12 @@ def test_what_is_called_as_a_module_works_and_is_exact(case: str):
     compare(model, reference)
 
 
-@pytest.mark.parametrize("preset", TINY)
-@pytest.mark.parametrize("how", ["plain", "lora"])
+ADAPTED = ("tiny_llama3", "tiny_gemma3", "tiny_qwen3_moe", "tiny_phi3", "tiny_gpt_oss", "tiny_starcoder2")
+
+
+@pytest.mark.parametrize(
+    ("preset", "how"), [*((name, "plain") for name in TINY), *((name, "lora") for name in (TINY if LONG else ADAPTED))]
+)
 def test_no_model_as_transformers_builds_it_is_refused(preset: str, how: str):
     """After a forward of its own, too: transformers keeps hooks of its own then."""
     model = tiny(preset)
