@@ -31,16 +31,16 @@ LONGEST = (
     "training/launch/test_two_hosts.py",
     "parity/test_matrix.py",
     "faults/test_supervisor.py",
-    "base/test_workers.py",
+    "training/test_criterion.py",
     "training/launch/test_local.py",
-    "training/launch/test_template.py",
     "training/test_train.py",
-    "planner/test_memory.py",
-    "planner/test_dry_run.py",
+    "base/test_workers.py",
     "faults/test_signals.py",
-    "planner/test_alike.py",
-    "test_benchmarks.py",
-    "contract/test_kept.py",
+    "planner/test_search.py",
+    "storage/test_resume.py",
+    "training/launch/test_template.py",
+    "integrations/test_trainers.py",
+    "planner/test_settings.py",
 )
 
 

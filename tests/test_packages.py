@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(name: str, *, lazy: bool) -> set[str]:
     """Modules of ithaca that this one imports. lazy: also inside functions; what only a type checker reads never counts."""
     path = MODULES[name]
@@ -65,7 +72,7 @@ def imports(name: str, *, lazy: bool) -> set[str]:
             elif lazy or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 walk(child)
 
-    walk(ast.parse(path.read_text()))
+    walk(parsed(path))
     return found - {name}
 
 

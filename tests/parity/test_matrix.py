@@ -18,7 +18,7 @@ WORLD = 8 if EVERY else 4  # more ranks than KV heads: test_odd_heads
 FIRST = ("llama3", "qwen2_28", "qwen3", "qwen3_moe", "gemma3", "olmo2")
 MODELS = AXES["model"] if EVERY else FIRST
 MOST = 1021 if EVERY else 509
-ROWS = cover(WORLD, models=MODELS)
+ROWS = cover(WORLD, seed=0 if EVERY else 18, models=MODELS)  # 18 needs fewest rows here, 21
 LONG = cases(ROWS, WORLD, MOST)
 
 

@@ -123,7 +123,6 @@ def test_a_setting_that_is_handed_on_makes_another_plan(path: str):
 
 QV = ("q_proj", "v_proj")
 CASES: list[tuple[str, int, int, Stack, dict[str, Any]]] = [
-    ("llama3_8b", 8 * K, 1, Stack(tile=2048), dict(offload=True)),
     ("llama32_1b", 16 * K, 2, Stack(ulysses=2, store="host"), dict(offload=True, accumulation=2, rows=2)),
     ("llama3_8b", 32 * K, 2, Stack(ulysses=2, tile=8192), dict(accumulation=4, rows=4)),
     ("llama3_8b", 64 * K, 2, Stack(ulysses=2, heads_per_stage=4, tile=32768, store="host"), dict(lora=16, targets=("up_proj",))),
@@ -136,6 +135,7 @@ CASES: list[tuple[str, int, int, Stack, dict[str, Any]]] = [
 ]  # fmt: skip
 if LONG:
     CASES += [
+        ("llama3_8b", 8 * K, 1, Stack(tile=2048), dict(offload=True)),
         ("qwen3_4b", 16 * K, 1, Stack(recompute="none", tile=None), dict(lora=16, targets=QV)),
         # attention is the peak there, and is merged
         ("llama32_1b", 64 * K, 1, Stack(tile=2048, store="host"), dict(units=True, trees=True, lora=16)),

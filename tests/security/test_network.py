@@ -1,4 +1,5 @@
-"""torch's rendezvous, gloo and NCCL know no password. A job on one machine therefore listens on loopback only."""
+"""torch's rendezvous, gloo and NCCL know no password. A job on one machine therefore listens on loopback only.
+Its ranks: tests/training/launch/test_decision.py."""
 
 from __future__ import annotations
 
@@ -27,18 +28,6 @@ def environment() -> dict[str, str]:
     )
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-
-
-def test_the_ranks_of_one_machine_listen_on_loopback_only(tmp_path: Path):
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "model: {folder: tiny_llama, random_init: true, dtype: fp32}\ndata: {context: 2K, sources: [{synthetic: recall}]}\n"
-        f"train: {{steps: 2, rows: 4}}\nstack: {{ulysses: 2}}\nlaunch: {{cpu: 2}}\nrun: {{folder: {tmp_path / 'run'}}}\n"
-    )
-    command = [sys.executable, "-m", "ithaca.training.launch", "tests.security.listening:look", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert "listening [['127.0.0.1'], ['127.0.0.1']]" in done.stdout
 
 
 def test_one_process_listens_on_loopback_though_its_host_has_a_network():

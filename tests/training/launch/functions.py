@@ -24,6 +24,13 @@ def add_up(config: Config) -> int:
     return 0
 
 
+def add_up_and_look(config: Config) -> int:
+    """And where they listen."""
+    from tests.security.listening import look
+
+    return add_up(config) or look(config)
+
+
 def fail_on_rank_1(config: Config) -> int:
     """Rank 1 raises; the others wait for it in a collective and notice that it has gone."""
     import torch.distributed as dist
