@@ -31,8 +31,9 @@ docs: setup
 
 # The long version of tests/faults: 4 ranks, every point, 50 random kills. About 6 minutes on 2 cores that are otherwise idle.
 faults: setup
-	ITHACA_FAULTS=long $(BIN)/python -m pytest -q -s --timeout=3600 tests/faults tests/storage/test_faults.py tests/storage/test_resume.py \
-		tests/base/test_workers.py tests/training/launch tests/training/test_not_finite.py tests/training/test_switches.py
+	ITHACA_FAULTS=long $(BIN)/python -m pytest -q -s --timeout=3600 tests/faults tests/storage/test_faults.py \
+		tests/storage/test_resume.py tests/storage/test_run_faults.py tests/base/test_workers.py tests/training/launch \
+		tests/training/test_not_finite.py tests/training/test_switches.py
 
 # The long version of tests/fuzz: 5,000 seeded cases over every verb, setting and received file, 100 of them as real commands.
 # 8 minutes on 2 cores; ITHACA_FUZZ_SEED=7 makes others.
@@ -47,8 +48,7 @@ plans: setup
 # steps and of runs. Over 3 minutes on 2 cores.
 losses: setup
 	ITHACA_LOSSES=long $(BIN)/python -m pytest -q tests/contract/test_log_probs.py tests/contract/test_one_loss.py \
-		tests/contract/test_training.py tests/integrations/test_dpo.py tests/integrations/test_grpo.py tests/parity/test_nf4.py \
-		tests/training/test_step.py \
+		tests/contract/test_training.py tests/integrations tests/parity/test_nf4.py tests/training/test_step.py \
 		tests/training/test_optim.py tests/training/test_train.py
 
 # More trees, models and layouts against the unrolled batch; steps with and without shared prompts. 9 minutes on 2 cores.
@@ -61,9 +61,9 @@ families: setup
 	$(BIN)/python -m ithaca.verify.families > docs/reference/families.md.new
 	mv docs/reference/families.md.new docs/reference/families.md
 	ITHACA_FAMILIES=long $(BIN)/python -m pytest -q tests/parity/test_mixers.py tests/parity/test_matrix.py \
-		tests/parity/test_families.py tests/parity/test_any_decoder.py tests/contract/test_kept.py \
-		tests/contract/test_fsdp_traffic.py tests/evaluation/test_score.py tests/evaluation/test_training.py \
-		tests/evaluation/generate tests/engine/model tests/engine/attention tests/verify/test_families.py
+		tests/parity/test_families.py tests/parity/test_any_decoder.py tests/contract tests/ranks/test_formula.py \
+		tests/evaluation/test_score.py tests/evaluation/test_training.py tests/evaluation/generate tests/engine \
+		tests/verify/test_families.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -69,7 +70,11 @@ def test_adapters_learn_as_in_the_untouched_model(name: str):
     assert worst(ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("name", CASES)
+# What is gathered, sliced or stored in another way; the others in `make families`
+ON_RANKS = ["every linear and the head", "biases of the base", "a whole norm beside", "norms of all heads", "experts"]
+
+
+@pytest.mark.parametrize("name", CASES if os.environ.get("ITHACA_FAMILIES") == "long" else ON_RANKS)
 def test_and_on_two_ranks(workers: Workers, name: str):
     expected, theirs = reference(name, tokens(2))
     for loss, ours, frozen in workers.run(step, name, dict(ulysses=2, store="host", tile=10), world=2):

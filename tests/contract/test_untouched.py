@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,13 @@ def test_state_dict_keeps_names_shapes_and_bits(preset: str, lora: bool):
     assert state_through_a_step(preset, lora, dict(shard_parameters=False, tile=10)) == [True, True]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
-@pytest.mark.parametrize("stack", [dict(ulysses=2), dict(ulysses=2, shard_parameters=False)], ids=["sharded", "whole"])
+SHARDED, WHOLE = dict(ulysses=2), dict(ulysses=2, shard_parameters=False)
+RANKS: dict[str, tuple[dict[str, Any], bool]] = {"sharded, lora": (SHARDED, True), "whole": (WHOLE, False)}
+if os.environ.get("ITHACA_FAMILIES") == "long":  # make families
+    RANKS |= {"sharded": (SHARDED, False), "whole, lora": (WHOLE, True)}
+
+
+@pytest.mark.parametrize(("stack", "lora"), RANKS.values(), ids=RANKS)
 def test_state_dict_keeps_names_shapes_and_bits_on_two_ranks(workers: Workers, stack: dict[str, Any], lora: bool):
     for preset in ("qwen3", "mixtral"):
         assert workers.run(state_through_a_step, preset, lora, stack, world=2) == [[True, True]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ithaca.integrations import Trainer
 from .runs import hf_trainer, launched, logged, padded, rows, settings, sft_trainer, small, train
 
 pytest.importorskip("trl")
+LONG = os.environ.get("ITHACA_LOSSES") == "long"  # make losses
 STEPS = 8  # of the first case: more than an epoch
 SAVING = dict(save_strategy="steps", save_steps=2, save_total_limit=2)
 CASES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
@@ -22,8 +24,13 @@ CASES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
     "trainer, ulysses × data": (hf_trainer, 4, dict(ulysses=2), dict(max_steps=3)),
     "trainer, ring, smoothed": (hf_trainer, 2, dict(ring=2), dict(label_smoothing_factor=0.1, max_steps=3)),
     "sft, ring": (sft_trainer, 2, dict(ring=2, recompute="layer"), dict(max_steps=3)),
-    "sft, ulysses × data, packed": (sft_trainer, 4, dict(ulysses=2), dict(packing=True, max_steps=5)),
+    "sft, ulysses, packed": (sft_trainer, 2, dict(ulysses=2), dict(packing=True, max_steps=5)),
     "sft, lora": (sft_trainer, 2, dict(ulysses=2), dict(lora=True, max_steps=3, optim="sgd")),
+    **(
+        {"sft, ulysses × data, packed": (sft_trainer, 4, dict(ulysses=2), dict(packing=True, max_steps=5))}
+        if LONG
+        else {}
+    ),
     "sft, experts": (sft_trainer, 2, dict(ulysses=2), dict(preset="qwen3_moe", packing=True, max_steps=3)),
 }
 

@@ -12,29 +12,30 @@ from ithaca.engine.model.presets import TINY
 from ithaca.stack import Stack
 from ithaca.verify.case import ALL, Case, run_case
 
+LONG = os.environ.get("ITHACA_FAMILIES") == "long"
 FULL = Stack(ulysses=2, ring=2, heads_per_stage=2, recompute="keep_attention", store="host", tile=61)
 LENGTH = 331  # a rank has two tiles of it, and it is longer than two layers of the widest window reach
 STAGES = {"tiny_llama3": 1, "tiny_llama2": 4, "tiny_qwen2_28": 7}  # heads of each; others 2
-# Families without a part that a ring and an exchange of heads could both break: on two ranks, with the one that may. Four in
-# `make families`.
+# Families without a part that a ring and an exchange of heads could both break: on two ranks, with the one that may, and with
+# gradients of packed rows. Four ranks in `make families`, and whole rows.
 ONE_WAY = {
     "tiny_llama2": "ulysses", "tiny_qwen2": "ulysses", "tiny_qwen3": "ulysses", "tiny_olmo2": "ulysses", "tiny_granite": "ulysses",
     "tiny_glm4": "ulysses", "tiny_mixtral": "ring", "tiny_starcoder2": "ring", "tiny_ministral3": "ring",
 }  # fmt: skip
-PROBES = {"logits", "loss", "packed loss"}
-# What a layout makes of odd batches is the same for all families: one with windows, one with experts and a plain one say it.
+PROBES = {"logits", "packed loss"}
+# What a layout makes of odd batches is the same for all families: one with windows and one with experts say it, and in
+# `make families` a plain one.
 ODD = {"5 tokens: loss", "ranks without loss: loss", "accumulation: loss"}
 ODD_CHECKS = ("short", "unsupervised", "accumulation")
-SAY_ODD = ("tiny_llama3", "tiny_gemma3", "tiny_qwen3_moe")
+SAY_ODD = ("tiny_gemma3", "tiny_qwen3_moe", *(["tiny_llama3"] if LONG else []))
 # Masks of documents are made by few: these, windows of every layer, and sinks. Losses of packed rows are compared for all.
-SAY_LEAK = (*SAY_ODD, "tiny_mistral", "tiny_gpt_oss")
+SAY_LEAK = (*SAY_ODD, "tiny_llama3", "tiny_mistral", "tiny_gpt_oss")
 
 
 # Rows of the table that need no code of their own beside those below: fewer checks here, the full stack in `make families`.
 PLAIN = [
     "tiny_olmo3", "tiny_ministral", "tiny_arcee", "tiny_seed_oss", "tiny_gemma", "tiny_olmoe", "tiny_qwen2_moe", "tiny_glm",
 ]  # fmt: skip
-LONG = os.environ.get("ITHACA_FAMILIES") == "long"
 
 
 @pytest.mark.parametrize("model", PLAIN)
@@ -54,11 +55,16 @@ def test_full_stack(workers, model):
         stack = replace(stack, **({"ulysses": 1} if ONE_WAY[model] == "ring" else {"ring": 1}))
     world = stack.context_ranks
     case = Case(model, stack, world=world, length=LENGTH)
-    odd, leaks = model in SAY_ODD, LONG or model in SAY_LEAK
-    left_out = {*(() if odd else ODD_CHECKS), *(() if leaks else ("leak",))}
+    odd, leaks, whole = model in SAY_ODD, LONG or model in SAY_LEAK, LONG or model not in ONE_WAY
+    left_out = {*(() if odd else ODD_CHECKS), *(() if leaks else ("leak",)), *(() if whole else ("plain",))}
     checks = tuple(name for name in ALL if name not in left_out)
     items = workers.run(run_case, case, checks, world=world)[0]
-    assert {item.name for item in items} >= PROBES | (ODD if odd else set()) | ({"document leak"} if leaks else set())
+    assert {item.name for item in items} >= {
+        *PROBES,
+        *(ODD if odd else ()),
+        *(["document leak"] if leaks else ()),
+        *(["loss"] if whole else ()),
+    }
     windows = "sliding_window" in TINY[model]
     assert ("sliding window" in {item.name for item in items}) == windows
     missed = [f"{item.name}: {item.error:.2e} > {item.limit:.0e} at {item.where}" for item in items if not item.ok]

@@ -108,17 +108,18 @@ def step(kind: str, stack: dict[str, Any], packed: bool) -> tuple[list[float], d
 LONG = os.environ.get("ITHACA_LOSSES") == "long"
 CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "1, composed": ("llama3", 1, dict(engine="composed", recompute="none", tile=None), False),
+    "2 ring, stages": ("llama3", 2, dict(ring=2, recompute="layer", heads_per_stage=1), True),
+    "own code": ("own", 2, dict(ulysses=2, store="host", engine="module"), True),
+    "fused": ("phi3", 2, dict(ulysses=2, heads_per_stage=2, store="host"), True),
+}
+MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
+    "1": ("llama3", 1, dict(), True),
     "4 = 2 ulysses × 2 ring, stages": (
         "llama3",
         4,
         dict(ulysses=2, ring=2, recompute="layer", heads_per_stage=1),
         True,
     ),
-    "own code": ("own", 2, dict(ulysses=2, store="host", engine="module"), True),
-    "fused": ("phi3", 2, dict(ulysses=2, heads_per_stage=2, store="host"), True),
-}
-MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
-    "1": ("llama3", 1, dict(), True),
     "2 ulysses, store, stages": ("qwen3", 2, dict(ulysses=2, heads_per_stage=1, store="host", tile=7), True),
     "experts": ("qwen3_moe", 2, dict(ulysses=2, tile=7), True),
     "scaled": ("granite", 2, dict(ulysses=2, heads_per_stage=1), True),
