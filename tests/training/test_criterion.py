@@ -210,7 +210,7 @@ def run(workers: Workers, data: Path, folder: Path, world: int, steps: int, *mor
 
 def test_a_run_that_compares_with_its_start(workers: Workers, packed: Path, tmp_path: Path):
     held_out = ["data.validation=6", "eval.every=2", "eval.rows=1", "eval.keep_best=true"]
-    whole = run(workers, packed, tmp_path / "whole", 2, 4, *held_out)
+    whole = run(workers, packed, tmp_path / "whole", 1, 4, *held_out)
     # nothing is preferred yet, and then what was chosen is
     assert whole[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and abs(whole[0]["margin"]) < 1e-5
     assert whole[-1]["loss"] < 0.65 and whole[-1]["margin"] > 0.05 and whole[-1]["accuracy"] > 0.6
@@ -218,8 +218,8 @@ def test_a_run_that_compares_with_its_start(workers: Workers, packed: Path, tmp_
     assert "entropy" not in whole[0]
     record = json.loads((tmp_path / "whole" / "eval" / "step-4.json").read_text())["held_out"]
     assert record["loss"] == whole[-1]["eval_loss"] and record["units"] > 0 and "margin" in record
-    run(workers, packed, tmp_path / "parts", 2, 2, *held_out)
-    parts = run(workers, packed, tmp_path / "parts", 2, 4, *held_out)  # of which more rows are scored first
+    run(workers, packed, tmp_path / "parts", 1, 2, *held_out)
+    parts = run(workers, packed, tmp_path / "parts", 1, 4, *held_out)  # of which more rows are scored first
     assert [(line["loss"], line.get("eval_loss")) for line in parts] == [
         (line["loss"], line.get("eval_loss")) for line in whole
     ]
@@ -256,12 +256,12 @@ def test_adapters_compare_with_their_base(workers: Workers, packed: Path, tmp_pa
         (world, reference): run(
             workers, packed, tmp_path / f"{reference}-{world}", world, 3, *lora, f"objective.reference={reference}"
         )
-        for world, reference in ((2, "adapters"), (1, "start"))
+        for world, reference in ((1, "adapters"), (2, "start"))
     }
     losses = {key: [line["loss"] for line in lines] for key, lines in found.items()}
-    assert losses[2, "adapters"] == pytest.approx(losses[1, "start"], rel=1e-4)
-    assert losses[1, "start"][-1] < losses[1, "start"][0]
-    assert not (tmp_path / "adapters-2" / "reference").exists()
+    assert losses[1, "adapters"] == pytest.approx(losses[2, "start"], rel=1e-4)
+    assert losses[2, "start"][-1] < losses[2, "start"][0]
+    assert not (tmp_path / "adapters-1" / "reference").exists()
 
 
 # -- rollouts --------------------------------------------------------------------------------------------------------------
