@@ -179,12 +179,8 @@ def run_by_another_clock(folder: str, overrides: list[str], injected: list[str])
 
 
 def test_a_slow_rank_is_named_in_the_log_and_the_metrics(workers: Workers, tmp_path: Path):
-    settings = [
-        "launch.cpu=3",
-        "stack.ulysses=1",
-        "stack.ring=3",
-        "train.steps=10",
-    ]  # a median needs three ranks, and nine steps
+    # a median needs three ranks, and nine steps; one head at a time, each of them would take long
+    settings = ["launch.cpu=3", "stack.ulysses=1", "stack.ring=3", "stack.heads_per_stage=null", "train.steps=10"]
     found = workers.run(run_by_another_clock, str(tmp_path), settings, ["slow=40@2:3"], world=3)
     assert found == [(0, "")] * 3
     events = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line.get("event") == "straggler"]
