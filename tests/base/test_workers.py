@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ithaca.base.processes.pool
+import ithaca.base.processes.worker
 from ithaca.base.processes.pool import WorkerError, Workers
 from ithaca.base.processes.rank import Failure
 
@@ -278,12 +279,12 @@ def test_a_worker_that_died_between_runs_is_replaced(workers: Workers) -> None:
 
 @LONG
 def test_the_death_of_the_template_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = ithaca.base.processes.pool
-    monkeypatch.setattr(pool, "_template", None)
+    pool, worker = ithaca.base.processes.pool, ithaca.base.processes.worker
+    monkeypatch.setattr(worker, "_template", None)
     monkeypatch.setattr(pool, "_PRELOAD", ("ithaca.base.processes.rank", __name__))  # this proof needs no transformers
     with Workers(2) as own:
         pids = own.run(pid)
-        template = pool._template
+        template = worker._template
         assert template is not None and template.process is not None
         server = template.process.pid
         os.kill(server, signal.SIGKILL)
@@ -298,9 +299,9 @@ def test_the_death_of_the_template_is_survived(monkeypatch: pytest.MonkeyPatch) 
 
 @LONG
 def test_without_a_template_workers_are_started_one_by_one(capfd: pytest.CaptureFixture[str]) -> None:
-    template = ithaca.base.processes.pool.Template([sys.executable, "-c", "raise ImportError('no such module')"])
+    template = ithaca.base.processes.worker.Template([sys.executable, "-c", "raise ImportError('no such module')"])
     with pytest.MonkeyPatch.context() as patch, Workers(2) as own:
-        patch.setattr(ithaca.base.processes.pool, "_template", template)
+        patch.setattr(ithaca.base.processes.worker, "_template", template)
         assert own.run(sum_of_ranks) == [1.0, 1.0]
     said = capfd.readouterr().err
     assert "no such module" in said and said.count("they are started one by one\n") == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaca.base.processes import pool
+from ithaca.base.processes import worker
 from ithaca.base.processes.pool import Workers
 from ithaca.cli.main import main
 from ithaca.engine.job import Job, Memory
@@ -119,7 +119,7 @@ def test_layers_with_heads_of_their_own_count_with_the_largest():
 def test_the_answer_says_how_it_was_counted(folder: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch):
     workers.run(os.getpid, world=1)
     # a fork of the pool's template, which has done the imports
-    monkeypatch.setattr(automatic, "Worker", partial(automatic.Worker, template=pool._template))
+    monkeypatch.setattr(automatic, "Worker", partial(automatic.Worker, template=worker._template))
     config = AutoConfig.from_pretrained(folder)
     found = planned_apart(
         "small_glm", config=config, gpus=parse_gpus("2xH100-80GB"), context=512, rows=1

@@ -139,6 +139,9 @@ class StreamedSource(TokenSource):
 
     @holds("residual")
     def add_dh(self, tile: slice, grad: Tensor) -> None:
+        if self.alone:
+            super().add_dh(tile, grad)
+            return
         if self.dh is None:
             self.dh = grad.new_zeros(grad.shape[0], self.call.attention.shape.tokens, grad.shape[2])
         self.dh[:, tile] += grad

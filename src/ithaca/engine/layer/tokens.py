@@ -164,15 +164,22 @@ class TokenSource:
     @holds("residual")
     def add_dh(self, tile: slice, grad: Tensor) -> None:
         rows, count, width = grad.shape
-        tokens, alone = self.call.attention.shape.tokens, len(self.call.attention.schedule) == 1
-        if alone and count == tokens:
+        tokens = self.call.attention.shape.tokens
+        if self.alone and count == tokens:
             self.dh = grad
-            return
-        if self.dh is None:
+        elif self.alone:
+            self.dh = grad.new_empty(rows, tokens, width) if self.dh is None else self.dh
+            self.dh[:, tile] = grad
+        else:
             # every stage adds to this one: in fp32, or the sum would lose what the parts had
-            dtype = grad.dtype if alone else torch.promote_types(grad.dtype, torch.float32)
-            self.dh = torch.zeros(rows, tokens, width, dtype=dtype, device=grad.device)
-        self.dh[:, tile] += grad
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            self.dh = grad.new_zeros(rows, tokens, width, dtype=wide) if self.dh is None else self.dh
+            self.dh[:, tile] += grad
+
+    @property
+    def alone(self) -> bool:
+        """Whether one stage has all heads: what it gives is whole."""
+        return len(self.call.attention.schedule) == 1
 
     def finish(self, dx: Tensor) -> None:
         """Add the derivative through the norm before attention to dx, in place."""
