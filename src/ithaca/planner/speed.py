@@ -72,10 +72,9 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     parts["attention"] = _attention(job, rank.rows, older=not gpu.hopper) / gpu.peak
     parts["matmul"] = _products(job, tokens) / (gpu.peak * MATMUL)
     tiled = stack.tile is not None and stack.tile < job.context
-    again = sum(stack.recompute_of(layer) != "none" for layer in range(model.layers)) if not stack.uniform else 0
-    other = model.layers * OTHER[tiled] + again * (
-        OTHER[True] - OTHER[tiled]
-    )  # beside layers that compute nothing again
+    # beside layers that compute nothing again, which are not in tiles, the others cost what tiles do
+    again = sum(kind != "none" for kind in stack.recompute) if isinstance(stack.recompute, tuple) else 0
+    other = model.layers * OTHER[tiled] + again * (OTHER[True] - OTHER[tiled])
     parts["other"] = other * tokens * (model.hidden / 2048) * (4.8e12 / gpu.bandwidth)
     parts["other"] *= 1 + job.reference / 4  # forward, backward, and what is computed again
     parts["other"] += model.layers * (_tiles(job, tokens, gpu.bandwidth) + _unpacking(job) / gpu.bandwidth)

@@ -93,6 +93,23 @@ def test_what_was_chosen_stays():
     assert experts.config._experts_implementation == "eager"
 
 
+@pytest.mark.parametrize("change", ["hook", "gate", "forward"])
+def test_what_somebody_changed_runs_as_it_is(change: str):
+    experts, kernels = experts_of("tiny_qwen3_moe"), Operators()
+    plain, _ = ran(experts, 30)
+    if change == "hook":
+        experts.act_fn.register_forward_hook(lambda module, args, out: 2 * out)
+    elif change == "gate":
+        experts._apply_gate = lambda wide: wide.chunk(2, -1)[1]
+    else:
+        experts.act_fn.forward = lambda x: 3 * x
+    wanted, _ = ran(experts, 30)
+    use_grouped_experts([experts], kernels)
+    found, _ = ran(experts, 30)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) and not kernels.calls
+    assert not torch.equal(found[0], plain[0])
+
+
 def test_experts_with_biases_run_as_they_are():
     experts, kernels = experts_of("tiny_gpt_oss"), Operators()
     wanted, _ = ran(experts, 30)

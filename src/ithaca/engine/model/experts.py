@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.holding import module_holds
-from .gated import SILU
+from .gated import is_silu
 from .token_kernels import TokenKernels
 
 log = logging.getLogger("ithaca")
@@ -74,7 +74,8 @@ def _plain(module: Any, x: Tensor) -> bool:
         and not module.is_transposed
         and module.is_concatenated
         and getattr(type(module), "_apply_gate", None) is _default_apply_gate
-        and type(module.act_fn).__name__ in SILU
+        and "_apply_gate" not in vars(module)
+        and is_silu(module.act_fn)
         and x.dtype == module.gate_up_proj.dtype == module.down_proj.dtype
         and x.dtype in (torch.bfloat16, torch.float32)
         and (not x.is_cuda or _agree(x.device))
@@ -87,7 +88,7 @@ def _agree(device: torch.device) -> bool:
     random = torch.Generator(device).manual_seed(0)
     shapes = (40, 64), (40, 2), (4, 64, 64), (4, 64, 32)  # tokens, their weights, gate and up, down
     given = [torch.randn(shape, device=device, generator=random).bfloat16().requires_grad_() for shape in shapes]
-    index = torch.rand(40, 4, device=device, generator=random).topk(2).indices
+    index = torch.rand(40, 3, device=device, generator=random).topk(2).indices + 1  # to the first expert nobody goes
 
     def plain(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = torch.einsum("td,ewd->tew", x, gate_up).chunk(2, -1)
@@ -102,8 +103,8 @@ def _agree(device: torch.device) -> bool:
             up = torch.randn(wanted.shape, device=device, generator=random)
             grads = torch.autograd.grad(found, given, up.bfloat16()), torch.autograd.grad(wanted, wide, up)
         pairs = [(found, wanted), *zip(*grads, strict=True)]
-        off = max(((ours.float() - exact).norm() / exact.norm()).item() for ours, exact in pairs)
-        why = None if off < 0.02 else f"they are {off:.1%} from plain products"
+        near = [((ours.float() - exact).norm() / exact.norm()).item() < 0.02 for ours, exact in pairs]  # a NaN is not
+        why = None if all(near) else "they do not answer what plain products do"
     except Exception as error:  # of torch, Triton, or the C compiler that it calls
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if why is not None:

@@ -31,11 +31,18 @@ def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool) -> Tensor:
     fused = kernels.fuses(x)
     if not (keep or fused) or not _plain(mlp):
         return mlp(x)
-    fused = fused and type(mlp.act_fn).__name__ in SILU
+    fused = fused and is_silu(mlp.act_fn)
     if not (keep or fused):
         return mlp(x)
     gate, up, down = mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj
     return _Down.apply(gate, up, down.weight, down.bias, mlp.act_fn, kernels if fused else None)  # pyright: ignore[reportReturnType]
+
+
+def is_silu(act: Any) -> bool:
+    """torch's or transformers' own, which a kernel may stand for: nothing hooked or patched."""
+    kind = type(act)
+    own = kind.__name__ in SILU and kind.__module__.startswith(("torch.nn.modules.", "transformers.activations"))
+    return own and "forward" not in vars(act) and not any(getattr(act, hooks) for hooks in HOOKS)
 
 
 def _plain(mlp: nn.Module) -> bool:

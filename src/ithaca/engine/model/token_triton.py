@@ -20,8 +20,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """x [B, t, heads, D] of any layout with dense D, cos and sin [B or 1, t, D] -> the same, dense."""
     rows, tokens, heads, size = x.shape
     x = x if x.stride(3) == 1 else x.contiguous()
-    cos, sin = (t if t.stride(2) == 1 else t.contiguous() for t in (cos, sin))
-    assert cos.stride() == sin.stride() and cos.shape[1:] == (tokens, size) and size % 2 == 0
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = triton.next_power_of_2(size // 2)
     vectors = max(1, BLOCK // (2 * half))  # of a program
@@ -64,7 +64,8 @@ def product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up of [..., i], whose rows may lie apart -> dense"""
     shape = gate.shape
     gate, up = gate.flatten(0, -2), up.flatten(0, -2)
-    assert gate.stride(1) == up.stride(1) == 1 and gate.stride(0) == up.stride(0)
+    if not gate.stride(1) == up.stride(1) == 1 or gate.stride(0) != up.stride(0):
+        gate, up = gate.contiguous(), up.contiguous()
     rows, width = gate.shape
     out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
     block = min(BLOCK, triton.next_power_of_2(width))
@@ -89,7 +90,7 @@ def _product(gates, ups, out, stride, width, BLOCK: tl.constexpr):
 
 def product_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The product, and the gradients of gate and up. That of gate is written over `grad`."""
-    assert gate.is_contiguous() and up.is_contiguous() and grad.is_contiguous()
+    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
     out, dup = torch.empty_like(gate), torch.empty_like(up)
     with torch.cuda.device(gate.device):
         _product_backward[(triton.cdiv(gate.numel(), BLOCK),)](  # pyright: ignore[reportIndexIssue]
@@ -115,8 +116,8 @@ def _product_backward(gates, ups, grads, out, dups, count, BLOCK: tl.constexpr):
 
 
 def expert_backward(wide: Tensor, dproduct: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """experts.py's, of [n, 2i], [n, i] and [n], all dense."""
-    assert wide.is_contiguous() and dproduct.is_contiguous() and weight.is_contiguous()
+    """experts.py's, of [n, 2i], [n, i] and [n]."""
+    wide, dproduct, weight = wide.contiguous(), dproduct.contiguous(), weight.contiguous()
     rows, width = dproduct.shape
     product, dwide = torch.empty_like(dproduct), torch.empty_like(wide)
     dweight = torch.empty(rows, dtype=torch.float32, device=wide.device)
@@ -153,7 +154,7 @@ def _expert_backward(wides, dproducts, weights, products, dwides, dweights, widt
 
 def combine(copies: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
     """experts.py's: copies [n, d], place and weights [t, k] -> [t, d], summed in float32."""
-    assert copies.is_contiguous() and place.is_contiguous()
+    copies, place = copies.contiguous(), place.contiguous()
     weights = None if weights is None else weights.contiguous()
     (tokens, count), width = place.shape, copies.shape[1]
     out = torch.empty(tokens, width, dtype=copies.dtype, device=copies.device)
