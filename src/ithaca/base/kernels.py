@@ -83,6 +83,7 @@ class Kernel:
     workspace: Callable[[Call], int] = lambda call: 0
     windows: bool = True
     softcap: bool = False  # of scores
+    strided: bool = False  # reads and writes heads in any layout, so they need not be copied into one
     heads: tuple[int, ...] | None = None  # head sizes it was found right for; None = multiples of 8 up to LARGEST_HEAD
     every_head: bool = False  # any head size
     since: str = "ampere"  # the first kind of GPU that it is made for
@@ -93,16 +94,16 @@ class Kernel:
 
 KERNELS = {
     "fa4": Kernel(
-        "Flash4", {64: (0.554, 0.548), 256: (0.68, 0.61)}, workspace=_fa4_workspace, since="hopper",
+        "Flash4", {64: (0.554, 0.548), 256: (0.68, 0.61)}, workspace=_fa4_workspace, since="hopper", strided=True,
         heads=(24, 32, 64, 96, 128, 192, 256), condition="FlashAttention-4 is installed (otherwise --kernel cudnn)",
     ),
     "cudnn": Kernel("Cudnn", {64: (0.45, 0.43), 256: (0.60, 0.545)}, workspace=_cudnn_workspace, windows=False),
     "flash": Kernel(
-        "Flash", rocm=True, rates={64: (0.30, 0.29), 256: (0.31, 0.33)}, workspace=_flash_workspace,
+        "Flash", rocm=True, strided=True, rates={64: (0.30, 0.29), 256: (0.31, 0.33)}, workspace=_flash_workspace,
         older_rates={64: (0.55, 0.45), 256: (0.62, 0.50)},  # for which it was written
     ),
     # no plan is for CPUs; where CPU tensors are measured, a rate stands in and the time is never shown
-    "cpu": Kernel("Cpu", {256: (0.31, 0.33)}, gpu=False, every_head=True),
+    "cpu": Kernel("Cpu", {256: (0.31, 0.33)}, gpu=False, every_head=True, strided=True),
     # last, for what no other can; these rates are a guess from the bytes that it moves, and nobody has measured them
     "math": Kernel(
         "Math", {256: (0.05, 0.05)}, workspace=_math_workspace, softcap=True, every_head=True, rocm=True,

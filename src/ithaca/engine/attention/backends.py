@@ -201,7 +201,7 @@ class Flash:
             qt, kt, vt, None, None, q.shape[2], k.shape[2], 0.0, causal, False,
             scale=scale, window_size_left=left, window_size_right=right,
         )[:2]  # fmt: skip
-        return out.transpose(1, 2).contiguous(), lse
+        return _laid_out(out.transpose(1, 2), q), lse
 
     @equal_sizes_backward
     def backward(self, dout, q, k, v, out, lse, *, causal, scale, window, softcap=None):
@@ -224,7 +224,7 @@ class Flash:
             *(t[0].transpose(0, 1) for t in (q, k, v)), bounds, bounds, longest, longest, 0.0, True, False,
             scale=scale, window_size_left=left, window_size_right=right,
         )[:2]  # fmt: skip
-        return out.transpose(0, 1)[None].contiguous(), lse[None]
+        return _laid_out(out.transpose(0, 1)[None], q), lse[None]
 
     @equal_sizes_backward
     def backward_packed(self, dout, q, k, v, out, lse, *, bounds: Tensor, longest: int, scale, window, softcap=None):
@@ -298,7 +298,7 @@ class Flash4:
         from flash_attn.cute.interface import _flash_attn_fwd  # pyright: ignore[reportMissingImports]
 
         left, right = _open_window(causal, window)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q)  # in its layout
         lse = _flash_attn_fwd(
             *(_tokens_first(t, bool(varlen)) for t in (q, k, v)), out=_tokens_first(out, bool(varlen)),
             softmax_scale=scale, causal=causal and window is None, window_size_left=left, window_size_right=right,
@@ -310,7 +310,7 @@ class Flash4:
         from flash_attn.cute.interface import _flash_attn_bwd  # pyright: ignore[reportMissingImports]
 
         left, right = _open_window(causal, window)
-        grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
+        grads = [torch.empty_like(t) for t in (q, k, v)]
         dq, dk, dv, *inputs = (_tokens_first(t, bool(varlen)) for t in (*grads, q, k, v, out, dout))
         lse = (lse[0] if varlen else lse).contiguous()
         _flash_attn_bwd(
@@ -327,6 +327,11 @@ BACKENDS: dict[str, Callable[[], Kernel]] = {name: _CLASSES[row.backend] for nam
 def _tokens_first(t: Tensor, one_row: bool) -> Tensor:
     """[B, H, S, D] -> [B, S, H, D], or [S, H, D] for a packed row: a view, the kernel takes any strides."""
     return t[0].transpose(0, 1) if one_row else t.transpose(1, 2)
+
+
+def _laid_out(out: Tensor, q: Tensor) -> Tensor:
+    """Heads first, where q is."""
+    return out.contiguous() if q.is_contiguous() else out
 
 
 def _open_window(causal: bool, window: int | None) -> tuple[int | None, int | None]:

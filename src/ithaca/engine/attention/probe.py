@@ -53,11 +53,13 @@ def probe(
 def check(kernel: Any, q: Tensor, k: Tensor, *, backward: bool, **mask: Any) -> None:
     """Before a call with q and k. mask: causal and window of the call, packed or not. Asked once of each kind."""
     group, window = q.shape[1] // k.shape[1], mask["window"] is not None
-    key = (q.device, q.dtype, q.shape[3], group, window, mask["causal"], mask["packed"], backward)
+    tokens_first = q.stride(1) < q.stride(2)
+    key = (q.device, q.dtype, q.shape[3], group, window, mask["causal"], mask["packed"], backward, tokens_first)
     if key in kernel.checked:
         return
     kernel.checked.add(key)  # it is called in here, too
     how = {**mask, "window": WINDOW if window else None, "group": group, "backward": backward}
+    how["tokens_first"] = tokens_first
     wrong = _wrong(kernel, q.device, q.dtype, q.shape[3], **how)
     if wrong:
         kind = f"{'causal' if mask['causal'] else 'full'}{', packed' * mask['packed']}{', with a window' * window}"
@@ -68,6 +70,7 @@ def check(kernel: Any, q: Tensor, k: Tensor, *, backward: bool, **mask: Any) -> 
 def _wrong(
     kernel: Any, device: torch.device, dtype: torch.dtype, head_dim: int, *, window: int | None, group: int = 2,
     causal: bool = True, packed: bool = False, backward: bool = True, softcap: float | None = None, value_dim: int | None = None,
+    tokens_first: bool = False,
 ) -> str | None:  # fmt: skip
     generator = torch.Generator().manual_seed(0)  # a run's random numbers are its own
     value_dim = value_dim or head_dim
@@ -75,6 +78,8 @@ def _wrong(
     q, k, v, dout = (
         torch.randn(1, heads, TOKENS, size, generator=generator).to(device, dtype) for heads, size in shapes
     )
+    if tokens_first:  # in memory
+        q, k, v, dout = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, dout))
     how: dict[str, Any] = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
     forward, back = kernel.forward, kernel.backward
     if packed:

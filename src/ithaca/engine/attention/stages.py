@@ -4,7 +4,8 @@ Outside attention a rank holds s tokens and all heads; inside it holds all S tok
 Plain Ulysses does the whole exchange at once. Untied Ulysses walks through stages: project a few heads from the layer
 input, all-to-all, attend, all-to-all back, next. A stage's buffers are allocated once per layer call and serve every stage,
 so memory follows `heads_per_stage`, not H. KV heads travel once and stay for the query heads that share them.
-One stage with all heads *is* plain Ulysses; one rank *is* head chunking without communication: there is no other code path.
+One stage with all heads *is* plain Ulysses; one rank *is* head chunking without communication: there is no other code path, but
+that one rank with one stage may attend heads where the projections left them, if the kernel reads any layout (`InPlace`).
 
 While stage t attends, the exchange of stage t+1 is under way (two sets of buffers), and so is the way back of stage t-1.
 Attention grows with S² and the exchange with S, so at length there is nothing left to hide while the second set is all that
@@ -23,12 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ...base.holding import CALLER, holds, module_holds
+from ...base.kernels import KERNELS
 from ..comm import Pending, all_to_all
 from ..limits import OVERLAP_BYTES
 from ..mesh import Group
@@ -62,6 +64,18 @@ class Source(Protocol):
 
     def stash(self, sums: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Backward: keep these sums while another stage attends, off the device if need be. -> how to have them back"""
+        ...
+
+
+@runtime_checkable
+class InPlace(Source, Protocol):
+    """A source that has heads of all tokens, tokens first: nothing is copied into the order that exchanges want."""
+
+    whole: dict[str, Tensor]
+    """The attention output ("out") and its gradient ("dout"), [B, s, H, D]."""
+
+    def projected(self, heads: dict[str, list[int]]) -> dict[str, Tensor]:
+        """q, k, v, each [B, s, heads, D]."""
         ...
 
 
@@ -100,6 +114,8 @@ class StagedAttention:
 
     def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[list[Tensor], list]:
         """The lse of each stage on this rank's heads, and q, k, v of each stage if `keep`. Outputs go to the source."""
+        if isinstance(source, InPlace) and self.alone:
+            return self._forward_in_place(source, keep)
         ahead = self._overlaps(like)
         exchange = Exchange(self.ulysses, self.shape, like, reuse=(ahead or self.ulysses.size == 1) and not keep)
         held, lses, kept, leaving = Held(), [], [], None
@@ -120,6 +136,8 @@ class StagedAttention:
 
     def backward(self, source: Source, like: Tensor, lses: list[Tensor], kept: list) -> None:
         """Out and dout come from the source, and gradients of the projected heads go to it."""
+        if isinstance(source, InPlace) and self.alone:
+            return self._backward_in_place(source, lses, kept)
         ahead = self._overlaps(like)
         exchange = Exchange(self.ulysses, self.shape, like, reuse=ahead or self.ulysses.size == 1)
         held, leaving = Held(), None
@@ -143,6 +161,33 @@ class StagedAttention:
                 del homing
                 leaving = self._deliver(source, leaving)
         self._deliver(source, leaving)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is exchanged, and a kernel takes all heads at once in any layout."""
+        one_stage = len(self.schedule) == 1 and self.ulysses.size == self.ring.size == 1
+        return one_stage and KERNELS[self.kernel.name].strided
+
+    def _every_head(self) -> dict[str, list[int]]:
+        return {name: list(range(self.shape.heads if name == "q" else self.shape.kv_heads)) for name in "qkv"}
+
+    def _forward_in_place(self, source: InPlace, keep: bool) -> tuple[list[Tensor], list]:
+        made = source.projected(self._every_head())
+        q, k, v = (made[name].transpose(1, 2) for name in "qkv")
+        out, lse = self._attend(self.schedule[0], q, Held(k, v))
+        source.whole["out"] = out.transpose(1, 2).contiguous()
+        return [lse], [(q, k, v)] if keep else []
+
+    def _backward_in_place(self, source: InPlace, lses: list[Tensor], kept: list) -> None:
+        heads = self._every_head()
+        if kept:
+            q, k, v = kept[0]
+        else:
+            made = source.projected(heads)
+            q, k, v = (made[name].transpose(1, 2) for name in "qkv")
+        dout, out = (source.whole[name].transpose(1, 2) for name in ("dout", "out"))
+        grads = self._attend_backward(self.schedule[0], dout, q, Held(k, v), out, lses[0])
+        source.receive(0, heads, {name: grad.transpose(0, 1) for name, grad in zip("qkv", grads, strict=True)})
 
     def _overlaps(self, like: Tensor) -> bool:
         """Whether the next stage's exchange runs beside this stage's attention. The same answer on every rank."""

@@ -40,17 +40,32 @@ class Kept:
 class WholeSource(TokenSource):
     """Heads from a layer input on the device; attention output and its gradient whole, [B, s, H, D]."""
 
-    @holds("kept")
     def __init__(self, call: LayerCall, x: Tensor, keep_graph: bool = False) -> None:
         super().__init__(call, WholeInputs(x, call.projection_tile), keep_graph)
-        shape = call.attention.shape
-        self.whole = {"out": x.new_empty(shape.rows, shape.tokens, shape.heads, shape.head_dim)}
+        self.whole: dict[str, Tensor] = {}
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.call.attention.shape
+        return shape.rows, shape.tokens, shape.heads, shape.head_dim
+
+    @holds("kept")
     def attended(self, stage: int, heads: list[int], value: Tensor) -> None:
+        if "out" not in self.whole:
+            self.whole["out"] = value.new_empty(self.shape)
         to_tokens_first(value, heads, self.whole["out"])
 
     def fill(self, stage: int, heads: list[int], name: str, into: Tensor) -> None:
         to_heads_first(self.whole[name], heads, into)
+
+
+class GraphSource(WholeSource):
+    """Of a layer that keeps the graph of its projections: they lie there as they were made, and are attended in place where that
+    can be (attention.stages.InPlace)."""
+
+    def projected(self, heads: dict[str, list[int]]) -> dict[str, Tensor]:
+        ((tile, x),) = self.inputs.items()
+        return self._made(self._bind(heads), tile, x)
 
 
 class ComposedLayer(torch.autograd.Function):
@@ -60,7 +75,8 @@ class ComposedLayer(torch.autograd.Function):
         keep_graph = call.learn and call.recompute == "none" and call.tile is None
         keep_qkv = call.learn and call.recompute == "none"
         # likewise a stage projects its heads again; one stage with all heads has nothing to gain from that
-        source = WholeSource(call, x, keep_graph and len(call.attention.schedule) == 1)
+        one_stage = len(call.attention.schedule) == 1
+        source = GraphSource(call, x, True) if keep_graph and one_stage else WholeSource(call, x)
         lses, qkv = call.attend(source, x, keep_qkv)
         attended = source.whole["out"].flatten(2)
         y, routing, graph = _after_forward(call, x, attended, keep_graph)
@@ -85,7 +101,7 @@ class ComposedLayer(torch.autograd.Function):
             attended = source.whole["out"].flatten(2)
         else:
             attended, *lses = more
-            source.whole["out"] = attended.view(source.whole["out"].shape)
+            source.whole["out"] = attended.view(source.shape)
         routing = routing_grads[0] if routing_grads else None
 
         def of(tile: slice) -> tuple[Tensor, Tensor]:
@@ -99,7 +115,7 @@ class ComposedLayer(torch.autograd.Function):
             dx, dattended = torch.empty_like(x), torch.empty_like(attended)
             for tile in every:
                 dx[:, tile], dattended[:, tile] = of(tile)
-        source.whole["dout"] = dattended.view(source.whole["out"].shape)
+        source.whole["dout"] = dattended.view(source.shape)
         call.attend_backward(source, x, lses, kept.qkv, source.gradients)
         source.finish(dx)
         ctx.kept = ctx.handle = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from ...base.kernels import KERNELS
 from ..attention.cost import Bytes
 from ..cost import RankCost
 from ..limits import BF16, FP32, TABLE_BYTES
@@ -46,11 +47,18 @@ def graph(rank: RankCost) -> int:
         width = model.norms * model.hidden + normed_heads * model.head_dim
         norms = (1 if rank.job.lora else 2) * FP32 * rank.vectors * width
     projections = 0
-    if one_stage:  # the normed input and its rms; q, k, v before rotation, and around their own norms
-        heads = model.heads + 2 * model.kv_heads + normed_heads
+    if one_stage:  # the normed input and its rms; q, k, v as they were made, and around their own norms
+        made = 0 if in_place(rank) else model.heads + 2 * model.kv_heads  # in place they are those that are attended
+        heads = made + normed_heads
         projections = rank.vectors * (BF16 * (model.hidden + heads * model.head_dim) + FP32)
         projections += rank.rotary if rank.rotary > TABLE_BYTES else 0  # of its own, where no table serves all layers
     return rank.attention.kept_qkv() + graph_after(rank) + norms + projections
+
+
+def in_place(rank: RankCost) -> bool:
+    """Whether heads are attended where they were made (attention/stages.py), by a layer whose graph is kept."""
+    stack = rank.stack
+    return stack.ulysses == stack.ring == len(rank.attention.stages) == 1 and KERNELS[rank.job.kernel].strided
 
 
 def graph_after(rank: RankCost) -> int:
@@ -388,7 +396,7 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
         gradients = attention.gradients(t, sums, leaving, workspace)
         pieces = {"kept": inputs}
         if recompute == "none":
-            buffers = attention.kept_backward(t)
+            buffers = {} if untiled_graph and in_place(rank) else attention.kept_backward(t)
         else:
             buffers = attention.attending_backward(t)
             if attention.overlaps:

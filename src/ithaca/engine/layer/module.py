@@ -128,11 +128,14 @@ class ModuleCall:
 
 
 class _Heads:
-    """Where the stages of one attention get their heads, and leave what comes of them (attention.stages.Source)."""
+    """Where the stages of one attention get their heads, and leave what comes of them (attention.stages.InPlace)."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.whole = {name: t.transpose(1, 2) for name, t in (("q", q), ("k", k), ("v", v))}  # [B, s, heads, D]
         self.grads: dict[str, Tensor] = {}
+
+    def projected(self, heads: dict[str, list[int]]) -> dict[str, Tensor]:
+        return {name: self.whole[name] for name in heads}
 
     def project(self, stage: int, heads: dict[str, list[int]], into: dict[str, Tensor]) -> None:
         for name, indices in heads.items():
@@ -148,6 +151,9 @@ class _Heads:
 
     def receive(self, stage: int, heads: dict[str, list[int]], grads: dict[str, Tensor]) -> None:
         for name, indices in heads.items():
+            if indices == list(range(self.whole[name].shape[2])):  # each once: nothing to add up
+                self.grads[name] = grads[name].permute(1, 2, 0, 3)
+                continue
             if name not in self.grads:
                 wide = torch.promote_types(self.whole[name].dtype, torch.float32) if name != "q" else None
                 self.grads[name] = torch.zeros(

@@ -128,13 +128,16 @@ class TokenSource:
     def project(self, stage: int, heads: dict[str, list[int]], into: dict[str, Tensor]) -> None:
         bounds = self._bind(heads)
         for tile, x in self.inputs.items():
-            with torch.set_grad_enabled(self.keep_graph):
-                h = leaf(self._normed(x), self.keep_graph)
-                values = self._project(bounds, h, tile)
-            if self.keep_graph:
-                self.graph = (h, bounds, values)
-            for name, value in values.items():
-                to_heads_first(value.detach(), _places(heads[name]), into[name][:, :, tile])
+            for name, value in self._made(bounds, tile, x).items():
+                to_heads_first(value, _places(heads[name]), into[name][:, :, tile])
+
+    def _made(self, bounds: dict[str, Bound], tile: slice, x: Tensor) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(self.keep_graph):
+            h = leaf(self._normed(x), self.keep_graph)
+            values = self._project(bounds, h, tile)
+        if self.keep_graph:
+            self.graph = (h, bounds, values)
+        return {name: value.detach() for name, value in values.items()}
 
     def receive(self, stage: int, heads: dict[str, list[int]], grads: dict[str, Tensor]) -> None:
         bounds = self.graph[1] if self.graph else self._bind(heads)

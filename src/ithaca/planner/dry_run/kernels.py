@@ -44,12 +44,12 @@ class DryKernel:
         return q.new_empty(inside, dtype=torch.uint8)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         self.workspace("forward", q, k)
         return out, lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
         self.workspace("backward", q, k)
         return grads
 
