@@ -67,8 +67,8 @@ from ithaca.stack import require
 # -- what ithaca runs: edit here ---------------------------------------------------------------------------------------
 
 SUITED: list[tuple[str, dict[str, Any]]] = [  # up to this context, this stack
-    ("32K", dict(recompute="none", tile=None)),
-    ("128K", dict(recompute="keep_attention", store="gpu", tile=8192)),
+    ("64K", dict(recompute="none", tile=None)),
+    ("256K", dict(recompute="keep_attention", store="host", tile=16384)),
     ("1000M", dict(recompute="keep_attention", store="host", tile=8192, heads_per_stage=8)),
 ]
 ONE_GPU: dict[str, dict[str, Any]] = {

@@ -54,6 +54,18 @@ def test_like_the_operators(vocabulary, terms, dtype, tile, monkeypatch):
         assert distance(mine, truth) <= 1.2 * distance(theirs, truth) + room
 
 
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_a_scaled_loss(scale: float):
+    x, weight, labels = problem(257, torch.bfloat16)
+
+    def grads(by: float):
+        loss = tiled_loss(x, labels, lambda t: F.linear(t, weight), [weight], tile=8, terms=LossTerms(), scale=1.0)
+        return torch.autograd.grad(loss * by, (x, weight))
+
+    for plain, scaled in zip(grads(1.0), grads(scale), strict=True):
+        assert torch.equal((plain.float() * scale).bfloat16(), scaled)
+
+
 def test_without_gradients_and_without_supervision():
     x, weight, labels = problem(257, torch.bfloat16)
     with torch.no_grad():

@@ -38,6 +38,23 @@ def test_rotated_bit_for_bit(shape: tuple[int, ...], heads_first: bool, shared: 
     assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (found, wanted)))
 
 
+@pytest.mark.parametrize("shape", [(2, 37, 64), (1, 3000, 2048), (5, 4096), (3, 7, 5376)], ids=str)
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_sum_and_its_norm(shape: tuple[int, ...], adds: bool):
+    x, update, weight = bf16(*shape), bf16(1, *shape)[0], bf16(shape[-1])
+    dtotal, dnormed = bf16(1, 1, *shape)[0, 0], bf16(1, 1, 1, *shape)[0, 0, 0]
+    total, normed, scales = KERNELS.add_norm(x, update if adds else None, weight, 1e-5)
+    assert torch.equal(total, x + update if adds else x)
+    exact = total.double().requires_grad_(), weight.double().requires_grad_()
+    wanted = F.rms_norm(exact[0], weight.shape, exact[1], 1e-5)
+    dx, dweight = torch.autograd.grad(wanted, exact, dnormed.double())
+    found = KERNELS.norm_backward(total, weight, scales, dnormed, dtotal, learn=True)
+    for ours, theirs in zip((normed, *found), (wanted, dx + dtotal.double(), dweight), strict=True):
+        assert ours is not None and (ours - theirs).norm() <= 2**-8 * theirs.norm()
+    alone, none = KERNELS.norm_backward(total, weight, scales, dnormed, None, learn=False)
+    assert none is None and (alone - dx).norm() <= 2**-8 * dx.norm()
+
+
 def test_products_within_a_rounding():
     gate, up, grad = (
         bf16(3, 501, 777, scale=4.0),

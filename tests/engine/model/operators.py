@@ -19,6 +19,23 @@ class Operators(TokenKernels):
     def fuses(self, x: Tensor) -> bool:
         return True
 
+    def add_norm(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls.append("add_norm")
+        total = x if update is None else x + update
+        scales = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
+        return total, total * scales * weight, scales
+
+    def norm_backward(
+        self, total: Tensor, weight: Tensor, scales: Tensor, dnormed: Tensor, dtotal: Tensor | None, learn: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        self.calls.append("norm_backward")
+        unit, grad = total * scales, dnormed * weight
+        dx = (grad - unit * (grad * unit).mean(-1, keepdim=True)) * scales
+        dweight = (dnormed * unit).flatten(0, -2).sum(0) if learn else None
+        return dx if dtotal is None else dx + dtotal, dweight
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         self.calls.append("rotate")
         return rotate(x, cos.unsqueeze(2), (-sin if back else sin).unsqueeze(2))

@@ -117,7 +117,7 @@ class ComposedLayer(torch.autograd.Function):
                 dx[:, tile], dattended[:, tile] = of(tile)
         source.whole["dout"] = dattended.view(source.shape)
         call.attend_backward(source, x, lses, kept.qkv, source.gradients)
-        source.finish(dx)
+        dx = source.finish(dx)
         ctx.kept = ctx.handle = None
         grads = [source.gradients.take(p) for p in call.trainable()]
         return (dx if ctx.needs_input_grad[0] else None), None, *grads

@@ -183,7 +183,7 @@ class StreamedLayer(torch.autograd.Function):
         order = ctx.order if call.run_store is call.store else sys.maxsize  # an upper layer with a store of its own
         call.run_store.prefetch(order, sum(tensor.nbytes for tensor in (dx, *lses)) + _attended_bytes(call, dx))
         call.attend_backward(source, dx, lses, [], source.gradients)
-        source.finish(dx)
+        dx = source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None
         grads = [source.gradients.take(p) for p in call.trainable()]
         return (dx if ctx.needs_input_grad[0] else None), None, *grads

@@ -105,18 +105,23 @@ class TokenSource:
         self.gradients = Gradients()
         self.dh: Tensor | None = None
         self.graph: tuple[Tensor, dict[str, Bound], dict[str, Tensor]] | None = None
-        self.norm_graph: tuple[Tensor, Tensor] | None = None
+        self.norm_graph: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def _normed(self, x: Tensor) -> Tensor:
         """The input of the projections, without a graph: its own derivative is taken once, in `finish`."""
         if self.keep_graph:
             if self.norm_graph is None:
-                with torch.enable_grad():
-                    start = leaf(x, True)
-                    self.norm_graph = (start, self.call.layer.normed(start))
-            return self.norm_graph[1].detach()
+                self.norm_graph = self._norm_graph(x)
+            return self.norm_graph[2].detach()
         with torch.no_grad():
             return self.call.layer.normed(x)
+
+    def _norm_graph(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """x, what stands for it beside its norm where one kernel differentiates both, and the norm."""
+        with torch.enable_grad():
+            start = leaf(x, True)
+            both = self.call.layer.normed_beside(start)
+            return start, *(both or (None, self.call.layer.normed(start)))
 
     def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
         places = self.call.positions
@@ -184,24 +189,27 @@ class TokenSource:
         """Whether one stage has all heads: what it gives is whole."""
         return len(self.call.attention.schedule) == 1
 
-    def finish(self, dx: Tensor) -> None:
-        """Add the derivative through the norm before attention to dx, in place."""
+    def finish(self, dx: Tensor) -> Tensor:
+        """dx and the derivative through the norm before attention, in dx where there are several tiles."""
         assert self.dh is not None
         norm = self.call.layer.before
         if norm is None:
-            dx += self.dh
-            return
+            return dx.add_(self.dh)
         parameters = [p for p in norm.parameters() if p.requires_grad]
         for tile, x in self.inputs.items():
-            if self.norm_graph is not None:
-                start, value = self.norm_graph
+            start, beside, value = self.norm_graph or self._norm_graph(x)
+            dh = self.dh[:, tile].to(value.dtype)
+            if beside is None:
+                derivatives = differentiate([value], [dh], [start, *parameters])
+                dx[:, tile] += derivatives[0]  # pyright: ignore[reportOperatorIssue]
             else:
-                with torch.enable_grad():
-                    start = leaf(x, True)
-                    value = self.call.layer.normed(start)
-            derivatives = differentiate([value], [self.dh[:, tile].to(value.dtype)], [start, *parameters])
-            dx[:, tile] += derivatives[0]  # pyright: ignore[reportOperatorIssue]
+                derivatives = differentiate([beside, value], [dx[:, tile], dh], [start, *parameters])
+                if x.shape[1] == dx.shape[1]:
+                    dx = derivatives[0]  # pyright: ignore[reportAssignmentType]
+                else:
+                    dx[:, tile] = derivatives[0]  # pyright: ignore[reportArgumentType]
             self.gradients.add(parameters, derivatives[1:])
+        return dx
 
 
 def _unique(heads: list[int]) -> list[int]:

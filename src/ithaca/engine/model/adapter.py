@@ -20,7 +20,7 @@ from ...stack import require
 from .families import FAMILIES, Family, config_violations
 from .gated import gated
 from .guard import first_of_each, model_violations, own_code_violations
-from .norm import apply_norm
+from .norm import add_and_norm, apply_norm
 from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project
 from .rope import QueryScale, Rope, check_against, rope_for
 from .token_kernels import TokenKernels
@@ -84,6 +84,11 @@ class Layer:
         return x if self.before is None else self._apply(self.before, x)
 
     @holds(CALLER)
+    def normed_beside(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """x and `normed` of it, for a backward in which the gradients of both meet; None where no kernel does that."""
+        return None if self.before is None else add_and_norm(self.before, x, None, self.projector.token_kernels)
+
+    @holds(CALLER)
     def _apply(self, norm: nn.Module | None, x: Tensor) -> Tensor:
         assert norm is not None
         return apply_norm(norm, x, self.projector.token_kernels)
@@ -113,8 +118,7 @@ class Layer:
         update = module.self_attn.o_proj(attended)
         if self.family.after_attention:
             update = self._apply(self._part(self.family.after_attention), update)
-        x = x + self._scaled(update)
-        inner = self._apply(self._part(self.family.before_mlp), x) if self.family.before_mlp else x
+        x, inner = self._joined(x, self._scaled(update))
         logits = None
         if self.router is None:
             update = gated(module.mlp, inner, self.projector.token_kernels, keep)
@@ -123,6 +127,19 @@ class Layer:
         if self.family.after_mlp:
             update = self._apply(self._part(self.family.after_mlp), update)
         return x + self._scaled(update), logits
+
+    @holds("tile")
+    def _joined(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """x + update, and what the MLP sees of it."""
+        norm = self._part(self.family.before_mlp)
+        if norm is None:
+            x = x + update
+            return x, x
+        both = add_and_norm(norm, x, update, self.projector.token_kernels)
+        if both is not None:
+            return both
+        x = x + update
+        return x, self._apply(norm, x)
 
     @holds("tile")
     def _scaled(self, update: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ...base.holding import CALLER, module_holds
 from .families import FAMILIES
 from .guard import unpatched
-from .token_kernels import TokenKernels
+from .token_kernels import AddedNorm, TokenKernels
 from .tokenwise import HOOKS
 
 module_holds(__name__, CALLER)
+WIDEST = 16384  # numbers that a program of add_and_norm holds
 _NAMES = {f"{family.name}RMSNorm" for family in FAMILIES.values() if family.plain_norms}
 
 
@@ -29,6 +30,16 @@ def apply_norm(module: nn.Module, x: Tensor, kernels: TokenKernels) -> Tensor:
         return module(x)
     norm: Any = module
     return kernels.norm(x, norm.weight, norm.variance_epsilon)
+
+
+def add_and_norm(
+    module: nn.Module, x: Tensor, update: Tensor | None, kernels: TokenKernels
+) -> tuple[Tensor, Tensor] | None:
+    """x + update and its norm from one kernel, whose backward is one as well; None where that cannot be."""
+    if not kernels.fuses(x) or not _plain(module, x) or x.shape[-1] > WIDEST:
+        return None
+    norm: Any = module
+    return AddedNorm.apply(x, update, norm.weight, norm.variance_epsilon, kernels)  # pyright: ignore[reportReturnType]
 
 
 def epsilon_of(module: Any) -> float:

@@ -1,5 +1,5 @@
-"""What a GPU does to each token in one kernel, where Hugging Face writes several: RMSNorm, rotary positions, the product of a gated
-MLP.
+"""What a GPU does to each token in one kernel, where Hugging Face writes several: a residual sum and its RMSNorm, rotary positions,
+the product of a gated MLP.
 
 All are bound by memory. Written as operators they read and write a tile five to fifteen times, which in short contexts is a tenth
 of a step. In bf16 on a GPU they are torch's `rms_norm` and the Triton kernels of token_triton.py; elsewhere the operators run.
@@ -35,6 +35,22 @@ class TokenKernels:
     def fuses(self, x: Tensor) -> bool:
         """The others."""
         return x.is_cuda and x.dtype is torch.bfloat16 and _agree(x.device)
+
+    def add_norm(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x + update, its norm, and a number a row for `norm_backward`."""
+        from .token_triton import add_norm
+
+        return add_norm(x, update, weight, epsilon)
+
+    def norm_backward(
+        self, total: Tensor, weight: Tensor, scales: Tensor, dnormed: Tensor, dtotal: Tensor | None, learn: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the sum, by its norm and by itself; and of the weight."""
+        from .token_triton import norm_backward
+
+        return norm_backward(total, weight, scales, dnormed, dtotal, learn)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         """x [B, t, heads, D], cos and sin [B or 1, t, D], both halves of D alike. back: by the opposite angle."""
@@ -80,6 +96,29 @@ class Rotated(torch.autograd.Function):
         return ctx.kernels.rotate(grad, ctx.cos, ctx.sin, back=True), None, None, None
 
 
+class AddedNorm(torch.autograd.Function):
+    """x + update (x, where there is none) and its RMSNorm. The sum goes on beside its norm, and in backward the gradients of both
+    meet in the kernel that makes the norm's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, kernels: TokenKernels
+    ) -> tuple[Tensor, Tensor]:
+        total, normed, scales = kernels.add_norm(x, update, weight, epsilon)
+        ctx.save_for_backward(total, weight, scales)
+        ctx.adds, ctx.kernels = update is not None, kernels
+        ctx.set_materialize_grads(False)
+        return total.view_as(total), normed
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None):  # pyright: ignore
+        total, weight, scales = ctx.saved_tensors
+        if dnormed is None:
+            return dtotal, dtotal if ctx.adds else None, None, None, None
+        dx, dweight = ctx.kernels.norm_backward(total, weight, scales, dnormed, dtotal, ctx.needs_input_grad[2])
+        return dx, dx if ctx.adds else None, dweight, None, None
+
+
 @cache
 @torch.no_grad()
 def _agree(device: torch.device) -> bool:
@@ -91,20 +130,28 @@ def _agree(device: torch.device) -> bool:
     angles = torch.randn(1, 6, 32, device=device, generator=random).repeat(1, 1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     active = F.silu(gate)
+    total, weight = gate + up, up[0, 0, 0]
+    with torch.enable_grad():
+        leaves = total.detach().requires_grad_(), weight.clone().requires_grad_()
+        normed = F.rms_norm(*leaves[:1], weight.shape, leaves[1], 1e-5)
+    dtotal, dweight = torch.autograd.grad(normed, leaves, grad)
     wanted = [
+        total, normed.detach(), grad + dtotal, dweight,
         rotate(gate, cos.unsqueeze(2), sin.unsqueeze(2)), rotate(gate, cos.unsqueeze(2), -sin.unsqueeze(2)), active * up,
         active * up, torch.ops.aten.silu_backward(grad * up, gate), grad * active,
     ]  # fmt: skip
     try:
-        found = [kernels.rotate(gate, cos, sin, back) for back in (False, True)]
+        added, normed, scales = kernels.add_norm(gate, up, weight, 1e-5)
+        found = [added, normed, *kernels.norm_backward(added, weight, scales, grad, grad, True)]
+        found += [kernels.rotate(gate, cos, sin, back) for back in (False, True)]
         found += [kernels.product(gate, up), *kernels.product_backward(gate, up, grad)]
         why = None if all(map(_alike, found, wanted)) else "they do not answer what the operators do"
     except Exception as error:  # Triton's compiler, or the one of C that it calls
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if why is not None:
-        log.warning("rotary positions and gated products run by operators, a little slower: %s", why)
+        log.warning("norms, rotary positions and gated products run by operators, a little slower: %s", why)
     return why is None
 
 
-def _alike(found: Tensor, wanted: Tensor) -> bool:
-    return torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=1e-3)
+def _alike(found: Tensor | None, wanted: Tensor) -> bool:
+    return found is not None and torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=1e-3)

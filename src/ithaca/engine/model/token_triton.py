@@ -13,6 +13,7 @@ from torch import Tensor
 from ...base.holding import CALLER, module_holds
 
 BLOCK = 4096  # numbers of a program
+PROGRAMS = 1056  # of a norm's backward: each sums its rows' part of the weight's gradient
 module_holds(__name__, CALLER)
 
 
@@ -58,6 +59,102 @@ def _rotate(
     to = vector * 2 * half + column
     tl.store(out + to, one.to(dtype), mask=inside)
     tl.store(out + to + half, two.to(dtype), mask=inside)
+
+
+def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x and update [..., d] -> their sum (x, if there is no update), its RMSNorm, and one over the root mean square of each row."""
+    shape, width = x.shape, x.shape[-1]
+    x = x.contiguous()
+    total = x if update is None else torch.empty_like(x)
+    update = x if update is None else update.contiguous()
+    normed = torch.empty_like(x)
+    rows = x.numel() // width
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device(x.device):
+        _add_norm[(rows,)](  # pyright: ignore[reportIndexIssue]
+            x,
+            update,
+            weight,
+            total,
+            normed,
+            scales,
+            width,
+            epsilon,
+            ADDS=total is not x,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+    return total.view(shape), normed.view(shape), scales
+
+
+@triton.jit
+def _add_norm(
+    xs, updates, weights, totals, normeds, scales, width, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    dtype: tl.constexpr = normeds.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    x = tl.load(xs + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x = (x + tl.load(updates + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(totals + at, x, mask=inside)
+        x = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + epsilon)
+    weight = tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normeds + at, (x * scale * weight).to(dtype), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def norm_backward(
+    total: Tensor, weight: Tensor, scales: Tensor, dnormed: Tensor, dtotal: Tensor | None, learn: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of add_norm's sum, by its norm and, where it is used beside that, by itself (dtotal); and that of the weight."""
+    width = total.shape[-1]
+    total, dnormed = total.contiguous(), dnormed.contiguous()
+    dx = torch.empty_like(total)
+    rows = total.numel() // width
+    count = min(rows, PROGRAMS)
+    sums = torch.empty(count if learn else 0, width, dtype=torch.float32, device=total.device)
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device(total.device):
+        _norm_backward[(count,)](  # pyright: ignore[reportIndexIssue]
+            total, weight, scales, dnormed, dnormed if dtotal is None else dtotal.contiguous(), dx, sums, rows, width,
+            ADDS=dtotal is not None, LEARN=learn, PROGRAMS=count, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return dx, sums.sum(0).to(weight.dtype) if learn else None
+
+
+@triton.jit
+def _norm_backward(
+    totals, weights, scales, dnormeds, dtotals, dxs, sums, rows, width,
+    ADDS: tl.constexpr, LEARN: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)  # rows × width may pass 2³¹
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    weight = tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    for row in range(program, rows, PROGRAMS):
+        at = row * width + column
+        scale = tl.load(scales + row)
+        unit = tl.load(totals + at, mask=inside, other=0.0).to(tl.float32) * scale
+        grad = tl.load(dnormeds + at, mask=inside, other=0.0).to(tl.float32)
+        if LEARN:
+            dweight += grad * unit
+        grad *= weight
+        dx = (grad - unit * (tl.sum(grad * unit, 0) / width)) * scale
+        if ADDS:
+            dx += tl.load(dtotals + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dxs + at, dx.to(dxs.dtype.element_ty), mask=inside)
+    if LEARN:
+        tl.store(sums + program * width + column, dweight, mask=inside)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
 
 
 def product(gate: Tensor, up: Tensor) -> Tensor:

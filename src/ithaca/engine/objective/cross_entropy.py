@@ -64,6 +64,15 @@ class LossKernel:
         )  # fmt: skip
         return loss, logits, flat.view(logits.shape)
 
+    def scale(self, gradient: Tensor, by: Tensor) -> Tensor:
+        """In place."""
+        from .kernel import scale_in_place
+
+        if not gradient.is_contiguous():
+            return gradient.mul_(by)
+        scale_in_place(gradient, by)
+        return gradient
+
     def numbers(self, logits: Tensor, labels: Tensor, temperature: float, out: Tensor) -> None:
         """Of log_probs.py: logits [t, V], labels [t] -> out [4, t]."""
         from .kernel import numbers
@@ -123,7 +132,8 @@ class _LossFunction(torch.autograd.Function):
     ):  # fmt: skip
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         gradients, dx = Gradients(), torch.empty_like(x) if learn else None
-        of_tile = kernel if kernel.fuses(x.device, x.dtype, terms) else _plain
+        fused = kernel.fuses(x.device, x.dtype, terms)
+        of_tile, ctx.scaled = (kernel, kernel.scale) if fused else (_plain, Tensor.mul_)
         for at in tiles(x.shape[1], tile):
             with torch.set_grad_enabled(learn):
                 leaf = x[:, at].detach().requires_grad_(learn)
@@ -144,7 +154,7 @@ class _LossFunction(torch.autograd.Function):
         if ctx.dx is None:
             raise RuntimeError("this loss was already differentiated; call run.loss again for another backward")
         # in place, as they are needed once; `scale` is 1 unless the caller scales the loss, and 1 rounds nothing
-        dx, grads = ctx.dx.mul_(scale), [None if g is None else g.mul_(scale) for g in ctx.grads]
+        dx, grads = ctx.scaled(ctx.dx, scale), [None if g is None else ctx.scaled(g, scale) for g in ctx.grads]
         ctx.dx = ctx.grads = None
         return dx if ctx.needs_input_grad[0] else None, *[None] * 8, *grads
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from ...base.holding import module_holds
 
 BLOCK = 4096
+# Of a loss's walks. With many threads in a program few rows are under way at once, and their logits are still in the GPU's cache
+# when the second walk reads them.
+ROW_BLOCK, ROW_WARPS = 8192, 32
 module_holds(__name__, "loss")
 
 
@@ -30,7 +33,8 @@ def cross_entropy_in_place(
     with torch.cuda.device(logits.device):
         _rows[(len(logits),)](  # pyright: ignore[reportIndexIssue]
             logits, labels, labels if weights is None else weights, losses, logits.stride(0), logits.shape[1],
-            scale, label_smoothing, z_loss, IGNORE=ignore, LEARN=learn, WEIGHTED=weights is not None, BLOCK=BLOCK, num_warps=8,
+            scale, label_smoothing, z_loss, IGNORE=ignore, LEARN=learn, WEIGHTED=weights is not None,
+            SMOOTHED=label_smoothing != 0.0, BLOCK=ROW_BLOCK, num_warps=ROW_WARPS,
         )  # fmt: skip
     return losses.sum()
 
@@ -38,7 +42,7 @@ def cross_entropy_in_place(
 @triton.jit
 def _rows(
     logits, labels, weights, losses, stride, vocabulary, scale, smoothing, z_loss,
-    IGNORE: tl.constexpr, LEARN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORE: tl.constexpr, LEARN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # rows × stride may pass 2³¹
     logits += row * stride
@@ -64,12 +68,15 @@ def _rows(
             higher = tl.maximum(top, x)
             total = total * tl.exp(top - higher) + tl.exp(x - higher)
             top = higher
-            plain += tl.where(inside, x, 0.0)
+            if SMOOTHED:
+                plain += tl.where(inside, x, 0.0)
         peak = tl.max(top, 0)
         lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
         chosen = tl.load(logits + label).to(tl.float32)
         uniform = smoothing / vocabulary
-        loss = lse - (1.0 - smoothing) * chosen - uniform * tl.sum(plain, 0) + z_loss * lse * lse
+        loss = lse - (1.0 - smoothing) * chosen + z_loss * lse * lse
+        if SMOOTHED:
+            loss -= uniform * tl.sum(plain, 0)
         tl.store(losses + row, loss * scale)
         if LEARN:
             slope = 1.0 + 2.0 * z_loss * lse
@@ -80,6 +87,22 @@ def _rows(
                 grad = tl.exp(x - lse) * slope - uniform
                 grad = tl.where(at == label, grad - (1.0 - smoothing), grad)
                 tl.store(logits + at, (grad * scale).to(logits.dtype.element_ty), mask=inside)
+
+
+def scale_in_place(x: Tensor, scale: Tensor) -> None:
+    """x times a number on the GPU, which is read before anything else: by 1 nothing is read or written."""
+    assert x.is_contiguous()
+    with torch.cuda.device(x.device):
+        _scale[(triton.cdiv(x.numel(), BLOCK),)](x, scale, x.numel(), BLOCK=BLOCK, num_warps=8)  # pyright: ignore[reportIndexIssue]
+
+
+@triton.jit
+def _scale(x, scales, count, BLOCK: tl.constexpr):
+    scale = tl.load(scales).to(tl.float32)
+    if scale != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32) * scale
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=at < count)
 
 
 def numbers(logits: Tensor, labels: Tensor, temperature: float, out: Tensor) -> None:

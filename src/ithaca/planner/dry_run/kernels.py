@@ -151,6 +151,17 @@ class DryTokens(TokenKernels):
     def fuses(self, x: Tensor) -> bool:
         return x.dtype is torch.bfloat16
 
+    def add_norm(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total = x if update is None else torch.empty_like(x)
+        return total, torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+    def norm_backward(
+        self, total: Tensor, weight: Tensor, scales: Tensor, dnormed: Tensor, dtotal: Tensor | None, learn: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return torch.empty_like(total), torch.empty_like(weight) if learn else None
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         return x.new_empty(x.shape)
 
@@ -200,6 +211,9 @@ class DryLoss(LossKernel):
     ) -> TileLoss:
         rows = torch.empty(labels.numel(), dtype=torch.float32)
         return rows.sum(), logits, logits.detach()
+
+    def scale(self, gradient: Tensor, by: Tensor) -> Tensor:
+        return gradient
 
     def numbers(self, logits: Tensor, labels: Tensor, temperature: float, out: Tensor) -> None:
         pass
