@@ -27,10 +27,10 @@ def mlp_of(preset: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.model.layers[0].mlp.to(dtype)
 
 
-def ran(mlp: Any, function: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], int]:
-    """-> output and all gradients, and bytes that were kept beside input and weights"""
+def ran(mlp: Any, function: Callable[[Tensor], Tensor], given: torch.dtype = torch.float32) -> tuple[list[Tensor], int]:
+    """-> output and all gradients, and bytes that were kept beside input and weights. given: what the input is rounded to"""
     dtype = next(mlp.parameters()).dtype
-    x, up = torch.randn(2, 2, 33, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x, up = torch.randn(2, 2, 33, 64, generator=torch.Generator().manual_seed(1)).to(given).to(dtype)
     x.requires_grad_()
     mlp.zero_grad(set_to_none=True)
     others = {x.untyped_storage().data_ptr(), *(p.untyped_storage().data_ptr() for p in mlp.parameters())}
@@ -55,7 +55,12 @@ def test_the_same_bits_from_half_of_what_is_kept(preset: str, dtype: torch.dtype
     mlp = mlp_of(preset, dtype)
     theirs, whole = ran(mlp, mlp)
     ours, kept = ran(mlp, lambda x: gated(mlp, x, KERNELS, keep=True))
-    assert len(ours) >= 5 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    exact, _ = ran(mlp.double(), mlp, given=dtype)
+    assert len(ours) >= 5
+    for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        # gradients of the input by gate and up add up before they are rounded
+        nearer = (a - exact[1]).norm() <= (b - exact[1]).norm() + 1e-7 * exact[1].norm() if at == 1 else None
+        assert torch.equal(a, b) if nearer is None else nearer
     assert kept == 2 * 2 * 33 * 96 * ours[0].element_size() <= whole / 2
 
 

@@ -120,8 +120,8 @@ class TokenSource:
         """x, what stands for it beside its norm where one kernel differentiates both, and the norm."""
         with torch.enable_grad():
             start = leaf(x, True)
-            both = self.call.layer.normed_beside(start)
-            return start, *(both or (None, self.call.layer.normed(start)))
+            beside, value = self.call.layer.normed_beside(start) or (None, self.call.layer.normed(start))
+        return start, beside, value
 
     def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
         places = self.call.positions

@@ -21,7 +21,7 @@ from .families import FAMILIES, Family, config_violations
 from .gated import gated
 from .guard import first_of_each, model_violations, own_code_violations
 from .norm import add_and_norm, apply_norm
-from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project
+from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project_all
 from .rope import QueryScale, Rope, check_against, rope_for
 from .token_kernels import TokenKernels
 
@@ -99,7 +99,7 @@ class Layer:
     ) -> dict[str, Tensor]:
         """Heads of tokens at these positions [B or 1, t], rotated where the layer does that: h [B, t, d] -> [B, t, heads, D]."""
         rope = cos_sin() if self.rotates else None
-        heads = {name: project(bound, h, None if name == "v" else rope) for name, bound in bounds.items()}
+        heads = project_all(bounds, h, rope)
         if self.query_scale is not None and "q" in heads:
             heads["q"] = heads["q"] * self.query_scale(positions)[..., None, None].to(h)
         return heads

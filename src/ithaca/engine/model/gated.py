@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.holding import module_holds
+from .projection import linears
 from .token_kernels import TokenKernels
 from .tokenwise import HOOKS
 
@@ -34,7 +35,8 @@ def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool) -> Tensor:
     fused = fused and is_silu(mlp.act_fn)
     if not (keep or fused):
         return mlp(x)
-    gate, up, down = mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj
+    gate, up = linears(x, [(part.weight, part.bias) for part in (mlp.gate_proj, mlp.up_proj)])
+    down = mlp.down_proj
     return _Down.apply(gate, up, down.weight, down.bias, mlp.act_fn, kernels if fused else None)  # pyright: ignore[reportReturnType]
 
 

@@ -55,6 +55,47 @@ class BoundLinear:
         assert out is not None
         return out
 
+    @property
+    def plain(self) -> bool:
+        """No adapter."""
+        return len(self.terms) == 1
+
+    def plain_parameters(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias, _, _ = self.terms[0]
+        return self.leaves[weight].value, None if bias is None else self.leaves[bias].value
+
+
+class _Linears(torch.autograd.Function):
+    """Several linears of one input. Their gradients of it add up inside the matrix products, not as tensors of their own, which
+    also rounds less often."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *parameters[::2])
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(x, *parameters[i : i + 2]) for i in range(0, len(parameters), 2))  # pyright: ignore
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None):  # pyright: ignore
+        x, *weights = ctx.saved_tensors
+        flat, dx, dparameters = x.flatten(0, -2), None, []
+        for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            dweight = dbias = None
+            if grad is not None:
+                rows = grad.flatten(0, -2)
+                if ctx.needs_input_grad[0]:
+                    dx = rows @ weight if dx is None else dx.addmm_(rows, weight)
+                dweight = rows.t() @ flat if ctx.needs_input_grad[1 + 2 * i] else None
+                dbias = rows.sum(0) if ctx.needs_input_grad[2 + 2 * i] else None
+            dparameters += [dweight, dbias]
+        return None if dx is None else dx.view(x.shape), *dparameters
+
+
+@holds(CALLER)
+def linears(x: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+    """x through linears of these weights and biases."""
+    return _Linears.apply(x, *(value for each in parameters for value in each))  # pyright: ignore[reportReturnType]
+
 
 @dataclass
 class Bound:
@@ -69,9 +110,8 @@ class Bound:
     pick: Tensor | None = None  # heads to cut out of a whole projection
     interleaved: bool = False  # neighbours are rotated as a pair
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [B, t, d] -> [B, t, heads, D]"""
-        out = self.linear(x)
+    def __call__(self, out: Tensor) -> Tensor:
+        """What the linear makes of [B, t, d] -> [B, t, heads, D]"""
         if self.norm is not None and self.norm_over == "whole":
             out = apply_norm(self.norm, out, self.token_kernels)
         out = out.unflatten(-1, (-1, self.head_dim))
@@ -131,9 +171,21 @@ class Projector:
         return self.cache[key]
 
 
-def project(bound: Bound, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-    """[B, t, d] -> [B, t, heads, D], rotated where cos and sin are given, in their dtype if that is the wider one."""
-    out = bound(x)
+@holds(CALLER)
+def project_all(bounds: dict[str, Bound], x: Tensor, rope: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """Of [B, t, d] to [B, t, heads, D] each; q and k are rotated where cos and sin are given."""
+    made: list[Tensor] | None = None
+    if len(bounds) > 1 and torch.is_grad_enabled() and all(bound.linear.plain for bound in bounds.values()):
+        made = list(linears(x, [bound.linear.plain_parameters() for bound in bounds.values()]))
+    return {
+        name: _headed(bound, made.pop(0) if made else bound.linear(x), None if name == "v" else rope)
+        for name, bound in bounds.items()
+    }
+
+
+def _headed(bound: Bound, out: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    """[B, t, heads·D] -> [B, t, heads, D], rotated where cos and sin are given, in their dtype if that is the wider one."""
+    out = bound(out)
     if rope is None:
         return out
     cos, sin = rope

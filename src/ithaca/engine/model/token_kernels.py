@@ -132,9 +132,10 @@ def _agree(device: torch.device) -> bool:
     active = F.silu(gate)
     total, weight = gate + up, up[0, 0, 0]
     with torch.enable_grad():
-        leaves = total.detach().requires_grad_(), weight.clone().requires_grad_()
-        normed = F.rms_norm(*leaves[:1], weight.shape, leaves[1], 1e-5)
-    dtotal, dweight = torch.autograd.grad(normed, leaves, grad)
+        # in float32: where two gradients cancel, the rounding of one is all there is
+        leaves = total.float().requires_grad_(), weight.float().requires_grad_()
+        normed = F.rms_norm(leaves[0], weight.shape, leaves[1], 1e-5)
+    dtotal, dweight = torch.autograd.grad(normed, leaves, grad.float())
     wanted = [
         total, normed.detach(), grad + dtotal, dweight,
         rotate(gate, cos.unsqueeze(2), sin.unsqueeze(2)), rotate(gate, cos.unsqueeze(2), -sin.unsqueeze(2)), active * up,
