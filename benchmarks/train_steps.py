@@ -2,11 +2,13 @@
 
     python benchmarks/train_steps.py --shape llama32_1b --context 128K --steps 10
     python benchmarks/train_steps.py --shape llama32_3b --context 256K --steps 2 --set stack.recompute=keep_attention
+    python benchmarks/train_steps.py --shape llama32_1b --context 8K --steps 6 --load --starts 2 --set checkpoint.every=2
     python benchmarks/train_steps.py --shape tiny --context 2K --steps 4 --set launch.cpu=2 --set stack.ulysses=2
 
 Weights are random, tokens are drawn by Zipf's law with a fixed seed; the model, its optimizer and its data go the whole way of a
 user's run: config, packing, launch, AdamW on fp32 masters, metrics, checkpoint at the end. What it writes goes into a temporary
 folder and is removed. Prints the step table from metrics.jsonl; the first step also builds kernels and pins host memory.
+--load reads weights from a folder instead, and --starts repeats the run: how long after the command its first step ends.
 """
 
 from __future__ import annotations
@@ -37,20 +39,43 @@ def make_inputs(folder: Path, shape: str, context: int) -> None:
     np.save(folder / "row.npy", tokens.astype(np.int32))
 
 
+def write_weights(folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"), dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
+
+
+def run(command: list[str], metrics: Path) -> tuple[int, float, float | None]:
+    """-> exit code, seconds, and after how many the first step was done"""
+    begin, first = time.perf_counter(), None
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        time.sleep(0.05)
+        if first is None and metrics.exists() and '"loss"' in metrics.read_text():
+            first = time.perf_counter() - begin
+    return process.returncode, time.perf_counter() - begin, first
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=ALL_SHAPES, default="llama32_1b")
     parser.add_argument("--context", type=size, default="128K")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
+    parser.add_argument("--load", action="store_true", help="read weights from a folder, which is written before")
+    parser.add_argument("--starts", type=int, default=1, help="run so many times; the table is of the last")
     parser.add_argument("--folder", help="where the temporary folder goes (default: the system's)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ithaca-train-", dir=options.folder) as made:
         folder = Path(made)
         make_inputs(folder, options.shape, options.context)
+        if options.load:
+            write_weights(folder)
         settings = {
             "model.folder": folder / "model",
-            "model.random_init": "true",
+            "model.random_init": str(not options.load).lower(),
             "data.context": options.context,
             "data.sources": f"[{{path: {folder / 'row.npy'}, format: tokens}}]",
             "data.eos": "false",
@@ -59,20 +84,22 @@ def main() -> None:
             "train.warmup": 1,
             "train.schedule": "constant",
             "checkpoint.every": "null",
-            "run.folder": folder / "run",
             **dict(pair.split("=", 1) for pair in options.set),
         }
         (folder / "run.yaml").write_text("{}\n")
         command = [sys.executable, "-m", "ithaca", "train", str(folder / "run.yaml")]
-        begin = time.perf_counter()
-        done = subprocess.run([*command, *(f"--{name}={value}" for name, value in settings.items())])
-        spent = time.perf_counter() - begin
-        print(f"\n{options.shape}, {options.context:,} tokens, exit code {done.returncode}, {spent:.0f} s in all\n")
+        command += [f"--{name}={value}" for name, value in settings.items()]
+        code = 0
+        for start in range(options.starts):
+            out = folder / f"run-{start}"
+            metrics = out / "metrics.jsonl"
+            code, spent, first = run([*command, f"--run.folder={out}"], metrics)
+            when = "no step" if first is None else f"the first step was done {first:.1f} s after the command"
+            print(f"\n{options.shape}, {options.context:,} tokens, exit code {code}, {spent:.0f} s in all, {when}\n")
         print(
             "| step | loss | gradient norm | seconds | tokens/s/GPU | MFU | peak GB | host GB | waited for copies s |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
-        metrics = folder / "run" / "metrics.jsonl"
         for line in metrics.read_text().splitlines() if metrics.exists() else ():
             step = json.loads(line)
             if "event" in step:
@@ -84,9 +111,9 @@ def main() -> None:
                 f"{step['tokens_per_second']:.0f} | {mfu:.3f} | {peak / 1e9:.1f} | {step['host_peak'] / 1e9:.1f} | "
                 f"{step['copy_wait']:.2f} |"
             )
-        saved = sum(file.stat().st_size for file in (folder / "run").rglob("*.distcp"))
+        saved = sum(file.stat().st_size for file in out.rglob("*.distcp"))
         print(f"\ncheckpoint: {saved / 1e9:.1f} GB")
-        raise SystemExit(done.returncode)
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -192,15 +192,20 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
         )
         return turned + rank.hidden + shared + weight_gradients  # ranks that share KV heads add their gradients
     alone = 1 if rank.stack.ulysses == 1 else 0  # gradients come as they were made, and are put in order here
+    qkv = token * heads * model.head_dim
+    q, kv = token * stage.heads * model.head_dim, token * stage.new_kv_heads * model.head_dim
+    if not rank.job.lora and (_turned(rank) or whole):
+        made = q + 2 * kv
+        # the normed input and its gradient; heads, and those of their gradients that are no views
+        meeting = 2 * token * model.hidden + made + qkv + alone * q - (1 - alone) * kv
+        if whole:  # of all heads before the norm, of the stage's behind it; k's gradient, and q's around the norm
+            every, keys = (token * count * model.head_dim for count in (model.heads, model.kv_heads))
+            return max(meeting, token * model.hidden + made + 3 * every + 2 * keys) + weight_gradients
+        # heads around their own norm; k's gradient, and q's around the norm
+        normed = token * model.hidden + made + (3 + alone) * q + 2 * kv
+        return max(meeting, normed if model.traits.qk_norm else 0) + weight_gradients
     # the normed input, its gradient, and half as much again where those of q, k and v meet
     narrow = (5 + alone) * token * model.hidden // 2
-    qkv = token * heads * model.head_dim
-    if _turned(rank) and not whole and not rank.job.lora:
-        # the normed input, and where the gradients of two projections meet: both, and their sum
-        meeting = 4 * token * model.hidden + qkv
-        # heads around their own norm, and its gradients of q
-        normed = 2 * token * model.hidden + 2 * qkv + (2 + alone) * token * stage.heads * model.head_dim
-        return max(meeting, normed if model.traits.qk_norm else 0) + weight_gradients
     projected = 3 * qkv  # before and behind the rotation, and a gradient
     if whole:
         # of all heads before the norm, of the stage's behind it, and gradients: around the norm, or around the rotation
