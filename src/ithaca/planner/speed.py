@@ -33,8 +33,9 @@ FORWARD, BY_INPUT, BY_WEIGHT = 2, 2, 2
 # Products of attention for each visible pair of a head: scores and weighted sum; backward, the scores again, dv, dp, dq and dk.
 PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 MATMUL = 0.70  # share of the peak
-# Seconds a token and layer of 2,048 wide spends in everything else, on a memory of 4.8 TB/s: in tiles, and whole.
-OTHER = {True: 0.45e-6, False: 0.25e-6}
+# Seconds a token and layer of 2,048 wide spends in everything else, on a memory of 4.8 TB/s: in tiles, and whole; and for each
+# expert that it goes to (benchmarks/results/2026-11-18-h200.md, "kernels of tokens").
+OTHER, COPIED = {True: 0.25e-6, False: 0.13e-6}, 0.027e-6
 PROJECTED, TILED = 150e-6, 100e-6  # seconds to launch what a tile of a stage's projections, and of an MLP, takes
 # Share of the copies from the host that is waited for: pieces read once, and pieces read again by every stage.
 WAITED = {True: 0.9, False: 0.7}
@@ -74,7 +75,7 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     tiled = stack.tile is not None and stack.tile < job.context
     # beside layers that compute nothing again, which are not in tiles, the others cost what tiles do
     again = sum(kind != "none" for kind in stack.recompute) if isinstance(stack.recompute, tuple) else 0
-    other = model.layers * OTHER[tiled] + again * (OTHER[True] - OTHER[tiled])
+    other = model.layers * (OTHER[tiled] + model.active_experts * COPIED) + again * (OTHER[True] - OTHER[tiled])
     parts["other"] = other * tokens * (model.hidden / 2048) * (4.8e12 / gpu.bandwidth)
     parts["other"] *= 1 + job.reference / 4  # forward, backward, and what is computed again
     parts["other"] += model.layers * (_tiles(job, tokens, gpu.bandwidth) + _unpacking(job) / gpu.bandwidth)
