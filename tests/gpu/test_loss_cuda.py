@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ithaca.engine.model.projection import bind_linear
 from ithaca.engine.objective.cross_entropy import IGNORE, LossKernel, LossTerms, cap, cross_entropy_sum, tiled_loss
 from ithaca.engine.objective.log_probs import Question, tiled_log_probs
 
@@ -52,6 +53,20 @@ def test_like_the_operators(vocabulary, terms, dtype, tile, monkeypatch):
     room = 1e-6 if dtype == torch.float32 else 1e-4
     for mine, theirs, truth in zip(fused, plain, (exact, *torch.autograd.grad(exact, wide)), strict=True):
         assert distance(mine, truth) <= 1.2 * distance(theirs, truth) + room
+
+
+def test_a_heads_gradient_grows_inside_its_products():
+    x, _, labels = problem(4096, torch.bfloat16)
+    head = torch.nn.Linear(64, 4096, bias=False, device=CUDA, dtype=torch.bfloat16)
+    linear, how = bind_linear(head), {"tile": 8, "terms": LossTerms(), "scale": 1 / 31}
+    assert LossKernel().adds_products(x), "torch has no product that adds in float32"
+    ours, theirs = (
+        torch.autograd.grad(tiled_loss(x, labels, linear, [head.weight], **how, **more), (x, head.weight))
+        for more in ({"linear": linear}, {})
+    )
+    wide = [t.detach().double().requires_grad_() for t in (x, head.weight)]
+    exact = torch.autograd.grad(cross_entropy_sum(F.linear(*wide), labels, LossTerms()) / 31, wide)
+    assert torch.equal(ours[0], theirs[0]) and distance(ours[1], exact[1]) <= distance(theirs[1], exact[1]) + 1e-4
 
 
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])

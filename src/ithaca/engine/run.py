@@ -38,7 +38,7 @@ from .limits import BF16, loss_tile
 from .mesh import Mesh
 from .model.adapter import Decoder, Layer
 from .model.fingerprint import Fingerprint
-from .model.projection import bind_linear
+from .model.projection import BoundLinear, bind_linear
 from .model.rope import Positions
 from .model.sizes import sizes_of
 from .objective.cross_entropy import LossKernel, LossTerms, cap, tiled_loss
@@ -251,7 +251,7 @@ class Run:
         asked = batch.asked  # a question to the GPU: before it has work
 
         def of_hidden(x: Tensor) -> tuple[Tensor, ...]:
-            head, weights = self._head()
+            head, weights, _ = self._head()
             fused = self.loss_kernel.fuses(x.device, x.dtype, LossTerms(logit_cap=self.decoder.logit_cap))
             question = Question(
                 head, asked, batch.labels.flatten()[asked],
@@ -284,7 +284,7 @@ class Run:
                 return loss_of(x)
 
         def loss_of(x: Tensor) -> Tensor:
-            head, weights = self._head()
+            head, weights, linear = self._head()
             return tiled_loss(
                 x,
                 batch.labels,
@@ -300,6 +300,7 @@ class Run:
                 scale=1.0 / count,
                 weights=batch.weights,
                 kernel=self.loss_kernel,
+                linear=linear,
             )
 
         loss = self.decoder.head(x, Request(compute))
@@ -309,13 +310,14 @@ class Run:
         return faults.spoil(loss)
 
     @holds("loss")
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
-        """(what is behind the layers -> logits, the parameters that takes). Inside of a call of the head."""
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], list[Tensor], BoundLinear | None]:
+        """(what is behind the layers -> logits, the parameters that takes, the linear in it if that is known). Inside of a call of
+        the head."""
         if isinstance(self.decoder, OwnDecoder):
-            return self.decoder.head_function(self.ranks)
+            return *self.decoder.head_function(self.ranks), None
         decoder, head = self.decoder, bind_linear(self.decoder.head)
         weights = [leaf.parameter for leaf in head.leaves] + list(decoder.norm.parameters())
-        return (lambda t: decoder.logits(head, t)), weights
+        return (lambda t: decoder.logits(head, t)), weights, head
 
     @holds("residual")
     def _hidden(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

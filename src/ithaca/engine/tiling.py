@@ -8,7 +8,7 @@ Ranks hold equally many tokens, so their tile counts agree too. (ALST, arXiv 250
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Gradients:
             self._wide(parameter).add_(grad)
         else:
             self.parts[id(parameter)] = grad
+
+    def grow(self, parameter: Tensor, added: Callable[[Tensor | None], Tensor]) -> None:
+        """added: the sum so far -> with one contribution more."""
+        self.parts[id(parameter)] = added(self.parts.get(id(parameter)))
 
     def _wide(self, parameter: Tensor) -> Tensor:
         """The accumulator, made if need be, in fp32 or wider."""

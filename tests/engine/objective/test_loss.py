@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ithaca.engine.limits import loss_tile
-from ithaca.engine.objective.cross_entropy import IGNORE, LossTerms, cap, cross_entropy_sum, tiled_loss
+from ithaca.engine.model.projection import bind_linear
+from ithaca.engine.objective.cross_entropy import IGNORE, LossKernel, LossTerms, cap, cross_entropy_sum, tiled_loss
 
 WIDTH, VOCABULARY = 16, 37
 
@@ -177,3 +179,48 @@ def test_the_cap_is_gemmas():
     logits = torch.linspace(-100, 100, 9)
     assert cap(logits, None) is logits
     torch.testing.assert_close(cap(logits, 30.0), torch.tanh(logits / 30.0) * 30.0)
+
+
+class Summed(LossKernel):
+    """The kernels of a GPU, by operators; `products` counts those that were added."""
+
+    products = 0
+
+    def fuses(self, device: torch.device, dtype: torch.dtype, terms: LossTerms) -> bool:
+        return True
+
+    def __call__(self, logits, labels, weights, terms, scale, learn):
+        made = logits.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            loss = cross_entropy_sum(made, labels, terms, weights) * scale
+        return loss.detach(), logits, torch.autograd.grad(loss, made)[0]
+
+    def scale(self, gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return gradient.mul_(by)
+
+    def adds_products(self, x: torch.Tensor) -> bool:
+        return True
+
+    def add_product(self, total, rows, x):
+        self.products += 1
+        return rows.t() @ x if total is None else total.addmm_(rows.t(), x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tile", "products"), [(4, 3), (None, 0)])
+def test_a_heads_gradient_grows_inside_its_products(tile: int | None, products: int, bias: bool):
+    torch.manual_seed(0)
+    x, labels = torch.randn(2, 11, 8, dtype=torch.float64, requires_grad=True), torch.randint(0, 20, (2, 11))
+    head, kernel = torch.nn.Linear(8, 20, bias=bias, dtype=torch.float64), Summed()
+    linear, inputs = bind_linear(head), [x, *head.parameters()]
+
+    def grads(**more: Any):
+        how = {"tile": tile, "terms": LossTerms(), "scale": 0.5, **more}
+        return torch.autograd.grad(tiled_loss(x, labels, linear, list(head.parameters()), **how), inputs)
+
+    for ours, theirs in zip(grads(kernel=kernel, linear=linear), grads(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert kernel.products == products
+    head.requires_grad_(False)  # as under an adapter elsewhere
+    tiled_loss(x, labels, linear, [], tile=tile, terms=LossTerms(), scale=0.5, kernel=kernel, linear=linear).backward()
+    assert kernel.products == products

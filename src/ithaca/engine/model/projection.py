@@ -11,7 +11,7 @@ OLMo-2 norms all heads of a token together, so there the whole projection is com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +42,13 @@ class BoundLinear:
 
     leaves: list[Leaf]
     terms: list[tuple[int, int | None, int | None, float]]  # (weight, bias, down, scale) as indices into leaves
+    sink: Callable[[Tensor, Tensor], None] | None = None
+    """Of a plain one: takes gradient and input of each call, of whose product the weight's gradient is the sum."""
 
     @holds(CALLER)  # the head's output is the loss's business
     def __call__(self, x: Tensor) -> Tensor:
+        if self.sink is not None:
+            return _Sunk.apply(x, *self.plain_parameters(), self.sink)  # pyright: ignore[reportReturnType]
         value = [leaf.value for leaf in self.leaves]
         out = None
         for weight, bias, down, scale in self.terms:
@@ -63,6 +67,25 @@ class BoundLinear:
     def plain_parameters(self) -> tuple[Tensor, Tensor | None]:
         weight, bias, _, _ = self.terms[0]
         return self.leaves[weight].value, None if bias is None else self.leaves[bias].value
+
+
+class _Sunk(torch.autograd.Function):
+    """A linear whose weight has its gradient elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # pyright: ignore
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        ctx.sink(rows, x.flatten(0, -2))
+        return (rows @ weight).view(x.shape), None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _Linears(torch.autograd.Function):

@@ -47,8 +47,11 @@ def _tiles(rank: RankCost) -> Iterator[int]:
     tile = min(limit, rank.tokens)
     trained = 0 if rank.job.lora else model.embedding_weights
     token = rank.rows * _token(rank)
-    yield tile * token + trained * BF16
-    if tile < rank.tokens:  # the second tile's gradient joins the first's in fp32; it may be a short one
+    if tile == rank.tokens or model.capped:
+        yield tile * token + trained * BF16
+    else:  # the head's gradient grows in fp32
+        yield max(tile * token + trained * FP32, trained * (FP32 + BF16))
+    if tile < rank.tokens and model.capped:  # the second tile's joins the first's in fp32; it may be a short one
         yield min(tile, rank.tokens - tile) * token + trained * (2 * BF16 + FP32)
     if (
         model.capped

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.holding import module_holds
+from ..model.projection import BoundLinear
 from ..tiling import Gradients, differentiate, tiles
 
 IGNORE = -100
@@ -73,6 +74,18 @@ class LossKernel:
         scale_in_place(gradient, by)
         return gradient
 
+    def adds_products(self, x: Tensor) -> bool:
+        """Whether `add_product` is for such tensors."""
+        there = hasattr(torch.ops.aten.addmm, "dtype_out") and torch.version.hip is None
+        return there and x.is_cuda and x.dtype is torch.bfloat16
+
+    def add_product(self, total: Tensor | None, rows: Tensor, x: Tensor) -> Tensor:
+        """total + rowsᵀ · x in float32, inside of the product: of a head it is as large as a tile's logits, and need not be written
+        in bf16 and added then."""
+        if total is None:
+            return torch.mm(rows.t(), x, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+        return torch.addmm(total, rows.t(), x, out_dtype=torch.float32, out=total)  # pyright: ignore[reportCallIssue]
+
     def numbers(self, logits: Tensor, labels: Tensor, temperature: float, out: Tensor) -> None:
         """Of log_probs.py: logits [t, V], labels [t] -> out [4, t]."""
         from .kernel import numbers
@@ -96,11 +109,13 @@ def tiled_loss(
     scale: float,
     weights: Tensor | None = None,
     kernel: LossKernel | None = None,
+    linear: BoundLinear | None = None,
 ) -> Tensor:
-    """Scaled sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, and their weights; head [B, t, d] -> [B, t, V]."""
+    """Scaled sum of cross-entropies. x [B, s, d], labels [B, s] already shifted, and their weights; head [B, t, d] -> [B, t, V], in
+    which `linear` makes the logits, if that is given."""
     learn = torch.is_grad_enabled() and (x.requires_grad or bool(parameters))
     kernel = kernel or LossKernel()
-    result = _LossFunction.apply(x, labels, weights, head, tile, terms, scale, learn, kernel, *parameters)
+    result = _LossFunction.apply(x, labels, weights, head, tile, terms, scale, learn, kernel, linear, *parameters)
     assert isinstance(result, Tensor)
     return result
 
@@ -128,13 +143,16 @@ class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, labels: Tensor, weights: Tensor | None, head, tile, terms: LossTerms, scale, learn, kernel,
-        *parameters: Tensor,
+        linear: BoundLinear | None, *parameters: Tensor,
     ):  # fmt: skip
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         gradients, dx = Gradients(), torch.empty_like(x) if learn else None
         fused = kernel.fuses(x.device, x.dtype, terms)
         of_tile, ctx.scaled = (kernel, kernel.scale) if fused else (_plain, Tensor.mul_)
-        for at in tiles(x.shape[1], tile):
+        every = tiles(x.shape[1], tile)
+        if linear is not None and learn and fused and len(every) > 1:
+            _sum_products(linear, kernel, x, gradients, parameters)
+        for at in every:
             with torch.set_grad_enabled(learn):
                 leaf = x[:, at].detach().requires_grad_(learn)
                 weight = None if weights is None else weights[:, at]
@@ -146,6 +164,8 @@ class _LossFunction(torch.autograd.Function):
                 gradients.add(parameters, derivatives[1:])
                 del derivatives  # or the head's gradient of this tile would live on beside the next one's
             del output, grad  # likewise the logits
+        if linear is not None:
+            linear.sink = None
         ctx.dx, ctx.grads = dx, [gradients.take(p) for p in parameters]
         return total
 
@@ -156,7 +176,18 @@ class _LossFunction(torch.autograd.Function):
         # in place, as they are needed once; `scale` is 1 unless the caller scales the loss, and 1 rounds nothing
         dx, grads = ctx.scaled(ctx.dx, scale), [None if g is None else ctx.scaled(g, scale) for g in ctx.grads]
         ctx.dx = ctx.grads = None
-        return dx if ctx.needs_input_grad[0] else None, *[None] * 8, *grads
+        return dx if ctx.needs_input_grad[0] else None, *[None] * 9, *grads
+
+
+def _sum_products(
+    linear: BoundLinear, kernel: LossKernel, x: Tensor, gradients: Gradients, parameters: tuple[Tensor, ...]
+) -> None:
+    """The gradient of the head's weight grows inside of its products."""
+    if not linear.plain or not kernel.adds_products(x):
+        return
+    weight, _ = linear.plain_parameters()
+    if weight.dtype == x.dtype and any(weight is parameter for parameter in parameters):
+        linear.sink = lambda rows, h: gradients.grow(weight, lambda total: kernel.add_product(total, rows, h))
 
 
 def _plain(

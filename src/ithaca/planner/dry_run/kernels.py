@@ -215,6 +215,12 @@ class DryLoss(LossKernel):
     def scale(self, gradient: Tensor, by: Tensor) -> Tensor:
         return gradient
 
+    def adds_products(self, x: Tensor) -> bool:
+        return x.dtype is torch.bfloat16
+
+    def add_product(self, total: Tensor | None, rows: Tensor, x: Tensor) -> Tensor:
+        return rows.new_empty(rows.shape[1], x.shape[1], dtype=torch.float32) if total is None else total
+
     def numbers(self, logits: Tensor, labels: Tensor, temperature: float, out: Tensor) -> None:
         pass
 
