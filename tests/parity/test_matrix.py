@@ -44,7 +44,9 @@ CASES = [case if case is LONGEST[case.model] else replace(case, length=fewer(cas
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.model}" for i, case in enumerate(CASES)])
 def test_case(workers, case):
     items = workers.run(run_case, case, ("logits", "case"), world=case.world)[0]
-    assert {item.name.split(" (")[0] for item in items} == {"logits", "loss", "gradients"}
+    # where the untouched model's own rotary angles are too far off, it is measured with exact ones as well
+    names = {item.name.removeprefix("exact angles: ").split(" (")[0] for item in items}
+    assert names == {"logits", "loss", "gradients"}
     missed = [f"{item.name}: {item.error:.2e} > {item.limit:.0e} at {item.where}" for item in items if not item.ok]
     assert not missed, f"{case}: {missed}"
 
