@@ -13,8 +13,10 @@ Why not `torch.nn.functional.linear_cross_entropy`: docs/decisions/0004-loss.md.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from ...base.holding import module_holds
 from ..model.projection import BoundLinear
 from ..tiling import Gradients, differentiate, tiles
 
+log = logging.getLogger("ithaca")
 IGNORE = -100
 TileLoss = tuple[Tensor, Tensor, Tensor]  # the loss of a tile, what to differentiate, and its gradient
 module_holds(__name__, "loss")
@@ -76,8 +79,7 @@ class LossKernel:
 
     def adds_products(self, x: Tensor) -> bool:
         """Whether `add_product` is for such tensors."""
-        there = hasattr(torch.ops.aten.addmm, "dtype_out") and torch.version.hip is None
-        return there and x.is_cuda and x.dtype is torch.bfloat16
+        return x.is_cuda and x.dtype is torch.bfloat16 and _adds_right(x.device)
 
     def add_product(self, total: Tensor | None, rows: Tensor, x: Tensor) -> Tensor:
         """total + rowsᵀ · x in float32, inside of the product: of a head it is as large as a tile's logits, and need not be written
@@ -177,6 +179,25 @@ class _LossFunction(torch.autograd.Function):
         dx, grads = ctx.scaled(ctx.dx, scale), [None if g is None else ctx.scaled(g, scale) for g in ctx.grads]
         ctx.dx = ctx.grads = None
         return dx if ctx.needs_input_grad[0] else None, *[None] * 9, *grads
+
+
+@cache
+@torch.no_grad()
+def _adds_right(device: torch.device) -> bool:
+    """Whether torch has such a product for this GPU, and it answers what a product and a sum do."""
+    kernel, random = LossKernel(), torch.Generator(device).manual_seed(0)
+    rows, x = torch.randn(2, 64, 48, device=device, generator=random).bfloat16()
+    product = rows.float().t() @ x.float()
+    try:
+        first = kernel.add_product(None, rows, x)
+        right = torch.allclose(first, product, rtol=1e-3, atol=1e-3)
+        right = right and torch.allclose(kernel.add_product(first, rows, x), 2 * product, rtol=1e-3, atol=1e-3)
+        why = None if right else "it does not answer what a product and a sum do"
+    except Exception as error:  # an older torch, or not for this GPU
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if why is not None:
+        log.info("the head's gradient is added tile by tile, a little slower and 2 bytes a weight larger: %s", why)
+    return why is None
 
 
 def _sum_products(
