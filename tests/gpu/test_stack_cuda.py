@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 EXPERTS = [name for name, said in TINY.items() if FAMILIES[said["model_type"]].experts]
 STACKS = {
     "none": Stack(recompute="none", tile=None),
+    "none in place": Stack(recompute="none", tile=None, attention="flash"),  # which reads any layout
     "layer": Stack(recompute="layer", heads_per_stage=2, tile=333, store="disk"),
     "full": Stack(recompute="keep_attention", heads_per_stage=1, tile=200, store="host"),
     "mixed": Stack(recompute="keep_attention", heads_per_stage=1, tile=200, store=("host", "gpu"), hold=False),

@@ -114,7 +114,7 @@ class StagedAttention:
 
     def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[list[Tensor], list]:
         """The lse of each stage on this rank's heads, and q, k, v of each stage if `keep`. Outputs go to the source."""
-        if isinstance(source, InPlace) and self.alone:
+        if isinstance(source, InPlace) and self.in_place:
             return self._forward_in_place(source, keep)
         ahead = self._overlaps(like)
         exchange = Exchange(self.ulysses, self.shape, like, reuse=(ahead or self.ulysses.size == 1) and not keep)
@@ -136,7 +136,7 @@ class StagedAttention:
 
     def backward(self, source: Source, like: Tensor, lses: list[Tensor], kept: list) -> None:
         """Out and dout come from the source, and gradients of the projected heads go to it."""
-        if isinstance(source, InPlace) and self.alone:
+        if isinstance(source, InPlace) and self.in_place:
             return self._backward_in_place(source, lses, kept)
         ahead = self._overlaps(like)
         exchange = Exchange(self.ulysses, self.shape, like, reuse=ahead or self.ulysses.size == 1)
@@ -163,7 +163,7 @@ class StagedAttention:
         self._deliver(source, leaving)
 
     @property
-    def alone(self) -> bool:
+    def in_place(self) -> bool:
         """Whether nothing is exchanged, and a kernel takes all heads at once in any layout."""
         one_stage = len(self.schedule) == 1 and self.ulysses.size == self.ring.size == 1
         return one_stage and KERNELS[self.kernel.name].strided
@@ -171,23 +171,22 @@ class StagedAttention:
     def _every_head(self) -> dict[str, list[int]]:
         return {name: list(range(self.shape.heads if name == "q" else self.shape.kv_heads)) for name in "qkv"}
 
-    def _forward_in_place(self, source: InPlace, keep: bool) -> tuple[list[Tensor], list]:
+    def _projected(self, source: InPlace) -> list[Tensor]:
         made = source.projected(self._every_head())
-        q, k, v = (made[name].transpose(1, 2) for name in "qkv")
+        return [made[name].transpose(1, 2) for name in "qkv"]
+
+    def _forward_in_place(self, source: InPlace, keep: bool) -> tuple[list[Tensor], list]:
+        q, k, v = self._projected(source)
         out, lse = self._attend(self.schedule[0], q, Held(k, v))
         source.whole["out"] = out.transpose(1, 2).contiguous()
         return [lse], [(q, k, v)] if keep else []
 
     def _backward_in_place(self, source: InPlace, lses: list[Tensor], kept: list) -> None:
-        heads = self._every_head()
-        if kept:
-            q, k, v = kept[0]
-        else:
-            made = source.projected(heads)
-            q, k, v = (made[name].transpose(1, 2) for name in "qkv")
+        q, k, v = kept[0] if kept else self._projected(source)
         dout, out = (source.whole[name].transpose(1, 2) for name in ("dout", "out"))
         grads = self._attend_backward(self.schedule[0], dout, q, Held(k, v), out, lses[0])
-        source.receive(0, heads, {name: grad.transpose(0, 1) for name, grad in zip("qkv", grads, strict=True)})
+        homing = {name: grad.transpose(0, 1) for name, grad in zip("qkv", grads, strict=True)}
+        source.receive(0, self._every_head(), homing)
 
     def _overlaps(self, like: Tensor) -> bool:
         """Whether the next stage's exchange runs beside this stage's attention. The same answer on every rank."""

@@ -36,7 +36,8 @@ def add_and_norm(
     module: nn.Module, x: Tensor, update: Tensor | None, kernels: TokenKernels
 ) -> tuple[Tensor, Tensor] | None:
     """x + update and its norm from one kernel, whose backward is one as well; None where that cannot be."""
-    if not kernels.fuses(x) or not _plain(module, x) or x.shape[-1] > WIDEST:
+    alike = update is None or (update.dtype, update.shape) == (x.dtype, x.shape)
+    if not alike or not kernels.fuses(x) or not _plain(module, x) or x.shape[-1] > WIDEST:
         return None
     norm: Any = module
     return AddedNorm.apply(x, update, norm.weight, norm.variance_epsilon, kernels)  # pyright: ignore[reportReturnType]

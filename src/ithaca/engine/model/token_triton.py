@@ -73,18 +73,9 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -
     block = triton.next_power_of_2(width)
     with torch.cuda.device(x.device):
         _add_norm[(rows,)](  # pyright: ignore[reportIndexIssue]
-            x,
-            update,
-            weight,
-            total,
-            normed,
-            scales,
-            width,
-            epsilon,
-            ADDS=total is not x,
-            BLOCK=block,
-            num_warps=_warps(block),
-        )
+            x, update, weight, total, normed, scales, width, epsilon,
+            ADDS=total is not x, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
     return total.view(shape), normed.view(shape), scales
 
 
