@@ -68,7 +68,7 @@ from ithaca.stack import require
 
 SUITED: list[tuple[str, dict[str, Any]]] = [  # up to this context, this stack
     ("64K", dict(recompute="none", tile=None)),
-    ("256K", dict(recompute="keep_attention", store="host", tile=16384)),
+    ("256K", dict(recompute="keep_attention", store="host", tile=65536)),
     ("1000M", dict(recompute="keep_attention", store="host", tile=8192, heads_per_stage=8)),
 ]
 ONE_GPU: dict[str, dict[str, Any]] = {
@@ -146,13 +146,15 @@ def hugging_face(
     *,
     checkpoint: bool = False,
     liger: bool = False,
+    experts: bool = False,
     offload: bool = False,
     attention: str = "sdpa",
     compiled: bool = False,
 ) -> Work:
     if liger:  # before the model is built: it replaces classes
         kernels = importlib.import_module("liger_kernel.transformers")
-        getattr(kernels, f"apply_liger_kernel_to_{ALL_SHAPES[case.shape][0]}")()
+        # for experts Liger has kernels of its own; transformers has grouped matrix products, and which is faster is to be seen
+        getattr(kernels, f"apply_liger_kernel_to_{ALL_SHAPES[case.shape][0]}")(swiglu=not experts)
     model, ids = case.model(), case.tokens().to(case.device)
     model.set_attn_implementation(attention)
     if checkpoint:
@@ -249,6 +251,14 @@ RECIPES = {
         f"{FA4}, checkpointing, Liger",
         partial(CHECKPOINTED, liger=True, attention="flash_attention_4"), "liger_kernel,flash_attn.cute", cpu=False,
     ),
+    "hf+ckpt+liger+fa4+experts": Recipe(
+        f"{FA4}, checkpointing, Liger but for the experts, which are transformers' grouped matrix products",
+        partial(CHECKPOINTED, liger=True, experts=True, attention="flash_attention_4"), "liger_kernel,flash_attn.cute", cpu=False,
+    ),
+    "hf+ckpt+liger+experts": Recipe(
+        f"{HF}, checkpointing, Liger but for the experts, which are transformers' grouped matrix products",
+        partial(CHECKPOINTED, liger=True, experts=True), "liger_kernel", cpu=False,
+    ),
     "hf+compile": Recipe(f"{HF}, torch.compile of the whole model", partial(hugging_face, compiled=True), cpu=False),
     "hf+ckpt+liger+offload": Recipe(
         f"{HF}, checkpointing with offload=True (layer inputs in pinned host memory, copied on the compute stream), Liger",
@@ -266,7 +276,7 @@ RECIPES = {
     ),
     "ithaca-composed-layer": Recipe("ithaca with the techniques of Untied Ulysses (UPipe), on one GPU", None),
     "ithaca": Recipe("ithaca with the stack that suits the length", None),
-    "ithaca-auto": Recipe("ithaca with the stack that `ithaca plan` chooses for training all layers with AdamW on this GPU", None),
+    "ithaca-auto": Recipe("ithaca with the stack that `ithaca plan` chooses for training what runs with AdamW on this GPU", None),
 }  # fmt: skip
 
 
@@ -289,26 +299,26 @@ def stack_of(recipe: str, context: int, on: torch.device, ranks: int | None) -> 
 
 
 def planned(case: Case) -> ithaca.Stack:
-    """What the planner chooses, with weights as everybody else's."""
+    """What the planner chooses for training what runs here, with weights as everybody else's."""
     from transformers import AutoConfig
 
     from ithaca.engine.attention.choice import kernels_here
-    from ithaca.engine.model.sizes import sizes_of
+    from ithaca.engine.model.sizes import sizes_of, sliced
     from ithaca.engine.offload.host import available_memory
-    from ithaca.planner.dry_run.run import shortened_stack
     from ithaca.planner.hardware import Hardware, parse_gpus
     from ithaca.planner.search import plan
     from ithaca.training.automatic import gpu_here
 
     family, depth, sizes = ALL_SHAPES[case.shape]
+    whole = sizes_of(AutoConfig.for_model(family, num_hidden_layers=depth, **sizes).to_dict(), case.shape)
+    model = sliced(whole, case.layers)
     cuda = case.device.type == "cuda"
-    model = sizes_of(AutoConfig.for_model(family, num_hidden_layers=depth, **sizes).to_dict(), case.shape)
     hardware = parse_gpus("1xH200")
     if cuda:
         probed = kernels_here("auto", case.device, torch.bfloat16, model.head_dim)
         hardware = Hardware(replace(gpu_here(case.device), probed=probed), 1)
     found = plan(model, gpus=hardware, context=case.context, host=available_memory())
-    return shortened_stack(replace(found.stack, shard_parameters=False), case.layers)
+    return replace(found.stack, shard_parameters=False)
 
 
 def in_words(stack: ithaca.Stack) -> str:

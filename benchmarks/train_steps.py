@@ -43,7 +43,10 @@ def write_weights(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"), dtype=torch.bfloat16)
+    with torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ):  # a billion random numbers take a CPU half a minute
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"), dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
 
 

@@ -141,11 +141,20 @@ def _products(job: Job, tokens: float) -> float:
     layer = model.attention_weights + (experts if model.experts else model.mlp_weights)
     passes = FORWARD + BY_INPUT + (0 if job.lora else BY_WEIGHT)
     kept = sum(stack.recompute_of(index) == "none" and stack.tile is None for index in range(model.layers))
-    again = FORWARD * (model.layers - kept)
+    again = FORWARD * (model.layers - kept) * (layer - _unread(job))
     adapters = (FORWARD + BY_INPUT + BY_WEIGHT + FORWARD) * job.trained if job.lora else 0
     head = passes + (FORWARD if job.units else 0)  # logits are made again in backward
     base = FORWARD * (layer * model.layers + model.embedding_weights) if job.reference else 0
-    return tokens * (layer * (model.layers * passes + again) + model.embedding_weights * head + adapters + base)
+    return tokens * (layer * model.layers * passes + again + model.embedding_weights * head + adapters + base)
+
+
+def _unread(job: Job) -> int:
+    """Weights of a layer by which nothing is multiplied again: nobody reads the last product (engine/model/unread.py)."""
+    model, traits = job.model, job.model.traits
+    alone = not traits.after_mlp and not traits.fused_mlp and len(traits.mlp) > 2 and not job.lora
+    if not alone or (model.experts and traits.clamped_experts):
+        return 0
+    return model.hidden * model.intermediate * (model.active_experts if model.experts else 1)
 
 
 def _store(job: Job, tokens: float) -> tuple[float, float, float]:

@@ -195,7 +195,7 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     qkv = token * heads * model.head_dim
     q, kv = token * stage.heads * model.head_dim, token * stage.new_kv_heads * model.head_dim
     if not rank.job.lora and (_turned(rank) or whole):
-        made = q + 2 * kv
+        made = q + 2 * kv if model.traits.qk_norm else 0  # heads behind their projection, where a norm reads them
         # the normed input and its gradient; heads, and those of their gradients that are no views
         meeting = 2 * token * model.hidden + made + qkv + alone * q - (1 - alone) * kv
         if whole:  # of all heads before the norm, of the stage's behind it; k's gradient, and q's around the norm

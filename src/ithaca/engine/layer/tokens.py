@@ -44,10 +44,10 @@ def leaf(t: Tensor, learn: bool) -> Tensor:
 
 
 def after(
-    call: LayerCall, tile: slice, inputs: list[Tensor], keep: bool = False
+    call: LayerCall, tile: slice, inputs: list[Tensor], keep: bool = False, unread: bool = False
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Everything behind attention for one tile. -> y, (router probability sums, assignment counts) if asked for"""
-    value, logits = call.layer.after(*inputs, keep=keep)
+    value, logits = call.layer.after(*inputs, keep=keep, unread=unread)
     return value, _count_routing(call, logits, tile)
 
 
@@ -66,7 +66,7 @@ def after_backward(
     if graph is None:
         with torch.enable_grad():
             inputs = [leaf(t, True) for t in (x, attended)]
-            value, counted = after(call, tile, inputs)
+            value, counted = after(call, tile, inputs, unread=True)
     else:
         inputs, value, counted = graph
     outputs, grads = [value], [dy]
@@ -123,9 +123,9 @@ class TokenSource:
             beside, value = self.call.layer.normed_beside(start) or (None, self.call.layer.normed(start))
         return start, beside, value
 
-    def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice) -> dict[str, Tensor]:
+    def _project(self, bounds: dict[str, Bound], h: Tensor, tile: slice, unread: bool = False) -> dict[str, Tensor]:
         places = self.call.positions
-        return self.call.layer.project(bounds, h, places.positions[:, tile], lambda: places.cos_sin(tile))
+        return self.call.layer.project(bounds, h, places.positions[:, tile], lambda: places.cos_sin(tile), unread)
 
     def _bind(self, heads: dict[str, list[int]]) -> dict[str, Bound]:
         return {name: self.call.layer.projector.bind(name, _unique(indices)) for name, indices in heads.items()}
@@ -155,7 +155,7 @@ class TokenSource:
             else:
                 with torch.enable_grad():
                     h = leaf(self._normed(x), True)
-                    values = self._project(bounds, h, tile)
+                    values = self._project(bounds, h, tile, unread=True)
             outputs = [values[name] for name in heads]
             dvalues = [merged[name][:, :, tile].permute(1, 2, 0, 3) for name in heads]
             derivatives = differentiate(outputs, dvalues, [h, *(bound_leaf.value for bound_leaf in leaves)])

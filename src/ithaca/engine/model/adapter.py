@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...base.holding import CALLER, holds
 from ...stack import require
+from .experts import unread_experts
 from .families import FAMILIES, Family, config_violations
 from .gated import gated
 from .guard import first_of_each, model_violations, own_code_violations
@@ -24,6 +25,7 @@ from .norm import add_and_norm, apply_norm
 from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project_all
 from .rope import QueryScale, Rope, check_against, rope_for
 from .token_kernels import TokenKernels
+from .unread import UnreadSum
 
 _WAY_OUT = (
     "Stack(engine='module') runs the model's own code, with what was changed in it, if that proves exact on a copy of the model, "
@@ -95,11 +97,13 @@ class Layer:
 
     @holds("tile")
     def project(
-        self, bounds: dict[str, Bound], h: Tensor, positions: Tensor, cos_sin: Callable[[], tuple[Tensor, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Heads of tokens at these positions [B or 1, t], rotated where the layer does that: h [B, t, d] -> [B, t, heads, D]."""
+        self, bounds: dict[str, Bound], h: Tensor, positions: Tensor, cos_sin: Callable[[], tuple[Tensor, Tensor]],
+        unread: bool = False,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Heads of tokens at these positions [B or 1, t], rotated where the layer does that: h [B, t, d] -> [B, t, heads, D].
+        unread: they are only differentiated."""
         rope = cos_sin() if self.rotates else None
-        heads = project_all(bounds, h, rope)
+        heads = project_all(bounds, h, rope, unread)
         if self.query_scale is not None and "q" in heads:
             heads["q"] = heads["q"] * self.query_scale(positions)[..., None, None].to(h)
         return heads
@@ -112,21 +116,27 @@ class Layer:
         return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
 
     @holds("tile")
-    def after(self, x: Tensor, attended: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits. keep: its graph is."""
+    def after(
+        self, x: Tensor, attended: Tensor, keep: bool = False, unread: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits. keep: its graph is.
+        unread: y is only differentiated."""
         module: Any = self.module
         update = module.self_attn.o_proj(attended)
         if self.family.after_attention:
             update = self._apply(self._part(self.family.after_attention), update)
         x, inner = self._joined(x, self._scaled(update))
         logits = None
+        skipped = unread and not self.family.after_mlp  # a norm reads what it norms
         if self.router is None:
-            update = gated(module.mlp, inner, self.projector.token_kernels, keep)
+            update = gated(module.mlp, inner, self.projector.token_kernels, keep, skipped)
         else:
-            update, logits = self.router.watch(lambda: _states(module.mlp(inner)))
+            with unread_experts(skipped):
+                update, logits = self.router.watch(lambda: _states(module.mlp(inner)))
         if self.family.after_mlp:
             update = self._apply(self._part(self.family.after_mlp), update)
-        return x + self._scaled(update), logits
+        update = self._scaled(update)
+        return UnreadSum.apply(x, update) if unread else x + update, logits  # pyright: ignore[reportReturnType]
 
     @holds("tile")
     def _joined(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -30,11 +32,23 @@ from torch import Tensor, nn
 from ...base.holding import module_holds
 from .gated import is_silu
 from .token_kernels import TokenKernels
+from .unread import nothing
 
 log = logging.getLogger("ithaca")
 module_holds(__name__, "tile")
 
 NAME, REPLACED = "ithaca", "grouped_mm"
+_UNREAD = ContextVar("experts_unread", default=False)
+
+
+@contextmanager
+def unread_experts(unread: bool) -> Iterator[None]:
+    """Of a block that runs in here, experts are only differentiated. The block is the model's own code: this goes past it."""
+    before = _UNREAD.set(unread)
+    try:
+        yield
+    finally:
+        _UNREAD.reset(before)
 
 
 def use_grouped_experts(modules: Iterable[nn.Module], kernels: TokenKernels) -> None:
@@ -127,9 +141,11 @@ class _Experts(torch.autograd.Function):
         copies = x.index_select(0, order // index.shape[1])
         wide = F.grouped_mm(copies, gate_up.mT, offs=ends)
         del copies
-        out = F.grouped_mm(expert_product(wide, kernels), down.mT, offs=ends)
         ctx.save_for_backward(x, weights, gate_up, down, wide, order, place, ends)
         ctx.kernels = kernels
+        if _UNREAD.get():
+            return nothing(x, x.shape)
+        out = F.grouped_mm(expert_product(wide, kernels), down.mT, offs=ends)
         return combine(out, place.view(index.shape), weights, kernels)
 
     @staticmethod

@@ -20,6 +20,7 @@ from ...base.holding import module_holds
 from .projection import linears
 from .token_kernels import TokenKernels
 from .tokenwise import HOOKS
+from .unread import nothing
 
 module_holds(__name__, "tile")
 
@@ -27,9 +28,9 @@ PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers'
 
 
-def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool) -> Tensor:
-    """mlp(x). keep: its graph is, until backward."""
-    fused = kernels.fuses(x)
+def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool, unread: bool = False) -> Tensor:
+    """mlp(x). keep: its graph is, until backward. unread: it is only differentiated."""
+    keep, fused = keep or unread, kernels.fuses(x)
     if not (keep or fused) or not _plain(mlp):
         return mlp(x)
     fused = fused and is_silu(mlp.act_fn)
@@ -37,7 +38,7 @@ def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool) -> Tensor:
         return mlp(x)
     gate, up = linears(x, [(part.weight, part.bias) for part in (mlp.gate_proj, mlp.up_proj)])
     down = mlp.down_proj
-    return _Down.apply(gate, up, down.weight, down.bias, mlp.act_fn, kernels if fused else None)  # pyright: ignore[reportReturnType]
+    return _Down.apply(gate, up, down.weight, down.bias, mlp.act_fn, kernels if fused else None, unread)  # pyright: ignore[reportReturnType]
 
 
 def is_silu(act: Any) -> bool:
@@ -67,10 +68,12 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor],
-        kernels: TokenKernels | None,
+        kernels: TokenKernels | None, unread: bool,
     ):  # fmt: skip
         ctx.save_for_backward(gate, up, weight)
         ctx.act, ctx.kernels = act, kernels
+        if unread:
+            return nothing(gate, (*gate.shape[:-1], len(weight)))
         return F.linear(act(gate) * up if kernels is None else kernels.product(gate, up), weight, bias)
 
     @staticmethod
@@ -81,7 +84,7 @@ class _Down(torch.autograd.Function):
         if ctx.kernels is not None:
             product, dgate, dup = ctx.kernels.product_backward(gate, up, dy @ weight)
             dweight = flat.t() @ product.flatten(0, -2) if learns[2] else None
-            return dgate, dup, dweight, dbias, None, None
+            return dgate, dup, dweight, dbias, None, None, None
         gate = gate.detach().requires_grad_()
         with torch.enable_grad():
             active = ctx.act(gate)
@@ -90,4 +93,4 @@ class _Down(torch.autograd.Function):
         dproduct = dy @ weight
         dup = dproduct * plain
         (dgate,) = torch.autograd.grad(active, gate, dproduct.mul_(up))
-        return dgate, dup, dweight, dbias, None, None
+        return dgate, dup, dweight, dbias, None, None, None

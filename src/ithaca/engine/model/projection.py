@@ -23,6 +23,7 @@ from ...base.holding import CALLER, holds, module_holds
 from .norm import apply_norm
 from .rope import rotate
 from .token_kernels import Rotated, TokenKernels
+from .unread import nothing
 
 module_holds(__name__, "tile")
 
@@ -93,10 +94,12 @@ class _Linears(torch.autograd.Function):
     also rounds less often."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, unread: bool, *parameters: Any) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters[::2])
         ctx.set_materialize_grads(False)
-        return tuple(F.linear(x, *parameters[i : i + 2]) for i in range(0, len(parameters), 2))  # pyright: ignore
+        if unread:
+            return tuple(nothing(x, (*x.shape[:-1], len(weight))) for weight in parameters[::2])
+        return tuple(F.linear(x, *parameters[i : i + 2]) for i in range(0, len(parameters), 2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):  # pyright: ignore
@@ -108,16 +111,16 @@ class _Linears(torch.autograd.Function):
                 rows = grad.flatten(0, -2)
                 if ctx.needs_input_grad[0]:
                     dx = rows @ weight if dx is None else dx.addmm_(rows, weight)
-                dweight = rows.t() @ flat if ctx.needs_input_grad[1 + 2 * i] else None
-                dbias = rows.sum(0) if ctx.needs_input_grad[2 + 2 * i] else None
+                dweight = rows.t() @ flat if ctx.needs_input_grad[2 + 2 * i] else None
+                dbias = rows.sum(0) if ctx.needs_input_grad[3 + 2 * i] else None
             dparameters += [dweight, dbias]
-        return None if dx is None else dx.view(x.shape), *dparameters
+        return None if dx is None else dx.view(x.shape), None, *dparameters
 
 
 @holds(CALLER)
-def linears(x: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
-    """x through linears of these weights and biases."""
-    return _Linears.apply(x, *(value for each in parameters for value in each))  # pyright: ignore[reportReturnType]
+def linears(x: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], unread: bool = False) -> tuple[Tensor, ...]:
+    """x through linears of these weights and biases. unread: only to be differentiated."""
+    return _Linears.apply(x, unread, *(value for each in parameters for value in each))  # pyright: ignore[reportReturnType]
 
 
 @dataclass
@@ -195,18 +198,22 @@ class Projector:
 
 
 @holds(CALLER)
-def project_all(bounds: dict[str, Bound], x: Tensor, rope: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Of [B, t, d] to [B, t, heads, D] each; q and k are rotated where cos and sin are given."""
+def project_all(
+    bounds: dict[str, Bound], x: Tensor, rope: tuple[Tensor, Tensor] | None, unread: bool = False
+) -> dict[str, Tensor]:
+    """Of [B, t, d] to [B, t, heads, D] each; q and k are rotated where cos and sin are given. unread: only to be differentiated."""
     made: list[Tensor] | None = None
-    if len(bounds) > 1 and torch.is_grad_enabled() and all(bound.linear.plain for bound in bounds.values()):
-        made = list(linears(x, [bound.linear.plain_parameters() for bound in bounds.values()]))
+    unread = unread and all(bound.norm is None for bound in bounds.values())  # a norm's derivative is one of its input
+    if (len(bounds) > 1 or unread) and torch.is_grad_enabled() and all(bound.linear.plain for bound in bounds.values()):
+        made = list(linears(x, [bound.linear.plain_parameters() for bound in bounds.values()], unread))
+    unread = unread and made is not None
     return {
-        name: _headed(bound, made.pop(0) if made else bound.linear(x), None if name == "v" else rope)
+        name: _headed(bound, made.pop(0) if made else bound.linear(x), None if name == "v" else rope, unread)
         for name, bound in bounds.items()
     }
 
 
-def _headed(bound: Bound, out: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+def _headed(bound: Bound, out: Tensor, rope: tuple[Tensor, Tensor] | None, unread: bool) -> Tensor:
     """[B, t, heads·D] -> [B, t, heads, D], rotated where cos and sin are given, in their dtype if that is the wider one."""
     out = bound(out)
     if rope is None:
@@ -218,7 +225,7 @@ def _headed(bound: Bound, out: Tensor, rope: tuple[Tensor, Tensor] | None) -> Te
         and cos.dtype == out.dtype
         and bound.token_kernels.fuses(out)
     ):
-        return Rotated.apply(out, cos, sin, bound.token_kernels)  # pyright: ignore[reportReturnType]
+        return Rotated.apply(out, cos, sin, bound.token_kernels, unread)  # pyright: ignore[reportReturnType]
     return rotate(out, cos.unsqueeze(2), sin.unsqueeze(2), bound.interleaved).to(out.dtype)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...base.holding import CALLER, module_holds
 from .rope import rotate
+from .unread import nothing
 
 log = logging.getLogger("ithaca")
 module_holds(__name__, CALLER)
@@ -87,13 +88,13 @@ class Rotated(torch.autograd.Function):
     """rope.py's `rotate` of whole heads, with the same roundings. Its derivative is a rotation back, so it keeps no heads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernels: TokenKernels) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernels: TokenKernels, unread: bool = False) -> Tensor:
         ctx.cos, ctx.sin, ctx.kernels = cos, sin, kernels
-        return kernels.rotate(x, cos, sin, back=False)
+        return nothing(x, x.shape) if unread else kernels.rotate(x, cos, sin, back=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
-        return ctx.kernels.rotate(grad, ctx.cos, ctx.sin, back=True), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore
+        return ctx.kernels.rotate(grad, ctx.cos, ctx.sin, back=True), None, None, None, None
 
 
 class AddedNorm(torch.autograd.Function):
