@@ -68,6 +68,12 @@ def test_a_gradient_that_is_no_number_is_never_exact(monkeypatch: pytest.MonkeyP
     assert not proof.exact and proof.error == float("inf")
 
 
+def test_a_vocabulary_of_letters(cache: Path):
+    config: Any = smallest("granite")
+    config.vocab_size = 64
+    assert prove(GraniteForCausalLM, config).exact
+
+
 def test_another_part_is_another_proof(cache: Path):
     config, parts = smallest("granite"), {"GraniteMLP"}
     assert kept_proof(GraniteForCausalLM, config, parts).exact

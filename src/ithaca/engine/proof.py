@@ -256,7 +256,7 @@ def prove(kind: type, config: Any, parts: set[str] | None = None, ranks: tuple[i
 def _compare(kind: type, config: Any, tiles: bool, ranks: tuple[int, ...]) -> Proof:
     """With experts several times: two that are equally good within rounding may change places, which proves nothing."""
     for seed in range(ATTEMPTS if _has_experts(config) else 1):
-        proof = _judged(partial(_build, kind, config, seed), _ids(seed), tiles, ranks)
+        proof = _judged(partial(_build, kind, config, seed), _ids(config, seed), tiles, ranks)
         if proof.exact:
             break
     return proof  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -381,8 +381,9 @@ def folded(batch: Batch, ranks: int = RANKS) -> Batch:
     return replace(batch, **cut, fold=ranks)
 
 
-def _ids(seed: int) -> Tensor:
-    return torch.randint(0, TEXT, (2, RANKS * TOKENS), generator=torch.Generator().manual_seed(seed))
+def _ids(config: Any, seed: int) -> Tensor:
+    text = min(TEXT, _text(config).vocab_size)  # bytes or letters may be all there is
+    return torch.randint(0, text, (2, RANKS * TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
 def _errors(ours: Measured, theirs: Measured) -> Iterator[tuple[str, float]]:
@@ -410,7 +411,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 def _parting(kind: type, config: Any, proof: Proof) -> Proof:
     """With the first module whose output differs, in the order in which the untouched model comes to them."""
     model = _build(kind, config, 0)
-    ids = _ids(0)
+    ids = _ids(config, 0)
     other = copy.deepcopy(model)
     run = small_run(other, tiles=False)
     with torch.no_grad():
