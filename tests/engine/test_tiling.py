@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ithaca.engine.model.projection import Leaf
+from ithaca.engine.model.linear import Leaf
 from ithaca.engine.tiling import Gradients, differentiate, tiles
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ithaca.engine.model.projection import bind_linear
+from ithaca.engine.model.linear import bind_linear
 from ithaca.engine.objective.cross_entropy import IGNORE, LossKernel, LossTerms, cap, cross_entropy_sum, tiled_loss
 from ithaca.engine.objective.log_probs import Question, tiled_log_probs
 

@@ -40,6 +40,10 @@ CASES = [
     ("olmo3_7b", 128 * K, 4, Stack(ulysses=4, heads_per_stage=2, store="host", tile=16384), 0, "fa4"),
     # upper layers compute nothing again
     ("llama32_1b", 32 * K, 2, Stack(ulysses=2, recompute="2 keep_attention + 1 none", tile=None), 0, "fa4"),
+    # adapters, with and without FSDP2; of a mixture, whose experts have none
+    ("llama32_1b", 32 * K, 1, Stack(recompute="none", tile=None), 16, "fa4"),
+    ("llama3_8b", 16 * K, 1, Stack(recompute="none", tile=None, shard_parameters=False), 16, "fa4"),
+    ("qwen3_30b_a3b", 16 * K, 1, Stack(recompute="none", tile=None), 16, "fa4"),
     # one linear for q, k and v, and one for gate and up
     ("phi4", 16 * K, 2, Stack(ulysses=2, tile=None), 0, "fa4"),
 ]  # fmt: skip

@@ -151,6 +151,19 @@ def test_adapters_on_all_linears_where_some_are_one(name: str):
         _ = replace(job, targets=("o_proj", "up_proj")).adapters
 
 
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "llama32_1b"])
+def test_adapters_are_those_that_are_planned(name: str, caplog: pytest.LogCaptureFixture):
+    """Experts have none unless somebody wraps the model so: theirs would be a billion weights."""
+    hf = hf_config(name)
+    hf.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = build.with_lora(AutoModelForCausalLM.from_config(hf), Lora(rank=4), 0)
+    sizes = read_sizes(name)
+    job = Job(replace(sizes, layers=1, windows=sizes.windows[:1]), Stack(), 4096, lora=4)
+    assert job.trained == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
+    assert ("no adapters on gate_proj, up_proj, down_proj: its experts have none" in caplog.text) == bool(sizes.experts)
+
+
 def test_a_frozen_base_is_as_small_as_it_is_planned():
     """Also of a preset, whose weights are random."""
     options = Model(folder="tiny_llama", lora=Lora(rank=2))

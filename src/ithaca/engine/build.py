@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +138,18 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
     torch.manual_seed(seed + 1)
     alpha: Any = options.alpha  # PEFT divides it by the rank: any number will do
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     targets = options.targets
-    if family and targets == LINEARS:  # nobody named them, so all are meant, also where one linear is several of them
-        targets = tuple({family.fused.get(name, name): None for name in targets})
+    if (
+        targets == LINEARS
+    ):  # nobody named them, so those are meant that there are, also where one linear is several of them
+        fused = family.fused if family else {}
+        targets = _there({fused.get(name, name): None for name in targets}, linears, model)
     adapters = LoraConfig(
         r=options.rank, lora_alpha=alpha, lora_dropout=options.dropout, target_modules=list(targets),
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is nn.Linear})
+    linears = sorted({name.rpartition(".")[2] for name in linears})
     wrapped: Any = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
     names = [name for name, module in wrapped.named_modules() if hasattr(module, "lora_A")]
     tables = [
@@ -159,14 +164,24 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
         )
     # PEFT is content where one of them is there
     missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
-    if missing and options.targets != LINEARS:
+    if missing:
         raise ValueError(
             f"model.lora.targets names {', '.join(missing)}, which this model does not have; its linear layers are "
             f"{', '.join(linears)}"
         )
-    if missing:  # nobody asked for these: experts have no linear layers
-        log.warning("model.lora: this model has no linear layer called %s, so no adapter there", ", ".join(missing))
     return wrapped
+
+
+def _there(targets: Iterable[str], linears: Sequence[str], model: nn.Module) -> tuple[str, ...]:
+    """Those that the model has. By names that experts had once PEFT adapts all of them, in a billion weights: whoever wants that
+    wraps the model with PEFT (ithaca docs trainers). So MLPs of a mixture are left out, but for the expert that all tokens see."""
+    mixture = any(hasattr(module, "has_gate") for module in model.modules())
+    leaves = {name.rpartition(".")[2] for name in linears if not (mixture and name.rpartition(".")[0].endswith(".mlp"))}
+    there = tuple(target for target in targets if target in leaves)
+    if left := [target for target in targets if target not in leaves]:
+        why = "its experts have none" if mixture else "this model has no such linear layer"
+        log.warning("model.lora: no adapters on %s: %s", ", ".join(left), why)
+    return there
 
 
 def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run:

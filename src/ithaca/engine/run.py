@@ -38,7 +38,7 @@ from .limits import BF16, loss_tile
 from .mesh import Mesh
 from .model.adapter import Decoder, Layer
 from .model.fingerprint import Fingerprint
-from .model.projection import BoundLinear, bind_linear
+from .model.linear import BoundLinear, bind_linear
 from .model.rope import Positions
 from .model.sizes import sizes_of
 from .objective.cross_entropy import LossKernel, LossTerms, cap, tiled_loss

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.holding import CALLER, module_holds
-from .model.projection import Leaf
+from .model.linear import Leaf
 
 module_holds(__name__, CALLER)
 

@@ -183,9 +183,7 @@ def fastest(
         return best
     if best.fits and best.stack.recompute == "layer" and "recompute" not in pinned:
         best = asked.keep_some(best, stacks)
-    # not where PEFT may adapt experts, of which the arithmetic says too little
-    sure = not (job.lora and job.model.experts)
-    if best.fits and best.stack.recompute == "keep_attention" and "recompute" not in pinned and sure:
+    if best.fits and best.stack.recompute == "keep_attention" and "recompute" not in pinned:
         best = asked.keep_all_of_some(best, stacks)
     if not best.fits:
         best = asked.nearest(best, stacks)

@@ -84,6 +84,35 @@ def test_frozen_weights_have_no_gradient(kernels: TokenKernels):
     assert len(ours) == 2 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def with_adapters(preset: str, names: list[str]) -> Any:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    mlp = mlp_of(preset)
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=6, target_modules=names), mlp)
+    with torch.no_grad():
+        for name, parameter in mlp.named_parameters():
+            if "lora_" in name:  # B is zero at first
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.3)
+    return mlp
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, Operators()], ids=["operators", "kernels"])
+@pytest.mark.parametrize("names", [["gate_proj", "up_proj", "down_proj"], ["up_proj"], ["down_proj"]], ids=str)
+@pytest.mark.parametrize("preset", GATED[:2])
+def test_with_adapters_it_keeps_as_little(preset: str, names: list[str], kernels: TokenKernels):
+    mlp = with_adapters(preset, names)
+    theirs, whole = ran(mlp, mlp)
+    for keep, unread in ((True, False), (False, False), (False, True)):
+        ours, kept = ran(mlp, lambda x, keep=keep, unread=unread: gated(mlp, x, kernels, keep, unread))
+        assert len(ours) == 2 + 2 * len(names)
+        if unread:
+            assert ours[0].isnan().all()
+        for a, b in zip(ours[unread:], theirs[unread:], strict=True):
+            assert (a - b).norm() <= 2e-6 * b.norm()
+        low = 4 * 2 * 33 * 4 * sum(name != "down_proj" for name in names)  # what comes out of the first matrices
+        assert kept == 2 * 2 * 33 * 96 * 4 + low < whole
+
+
 def hooked(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.down_proj.register_forward_hook(lambda module, args, out: 2 * out)
 

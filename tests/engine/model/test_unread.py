@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaca import prepare
+from ithaca.config.schema import LINEARS
 from ithaca.engine.model.gated import gated
 from ithaca.engine.model.presets import preset_config
 from ithaca.engine.model.token_kernels import TokenKernels
@@ -29,8 +32,13 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(name: str, stack: Stack) -> int:
-    run = prepare(build(preset_config(name), 0), stack)
+def operations(name: str, stack: Stack, lora: int = 0) -> int:
+    model: Any = build(preset_config(name), 0)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=lora, target_modules=[*LINEARS]))
+    run = prepare(model, stack)
     batch = run.shard(torch.arange(TOKENS)[None] % 64)
     with Products() as products:
         run.loss(batch).backward()
@@ -48,6 +56,19 @@ def test_last_products_are_not_computed_again(name, tile, engine):
     projections = heads * config.head_dim + config.num_attention_heads * config.head_dim  # q, k, v once, and o
     weights = config.hidden_size * (projections + 2 * config.intermediate_size)  # gate and up, not down
     assert again - plain == 2 * TOKENS * config.num_hidden_layers * weights
+
+
+def test_with_adapters_neither(lora: int = 2):
+    """Their own products are made again, but for the last one's; what their first matrices make is needed for gradients."""
+    config = preset_config("llama3")
+    plain = operations("llama3", Stack(recompute="none", tile=None, shard_parameters=False), lora)
+    again = operations("llama3", Stack(recompute="keep_attention", tile=None, shard_parameters=False), lora)
+    q, kv = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    d, i = config.hidden_size, config.intermediate_size
+    weights = d * (q + 2 * kv) + d * q + 2 * d * i  # q, k, v once, and o; gate and up
+    # of their adapters all; of q, k, v once more the first
+    adapters = lora * ((3 * d + q + 2 * kv) + (q + d) + 2 * (d + i) + 3 * d)
+    assert again - plain == 2 * TOKENS * config.num_hidden_layers * (weights + adapters)
 
 
 def test_what_is_unread_is_not_a_number_and_has_the_same_gradients():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ithaca.engine.limits import loss_tile
-from ithaca.engine.model.projection import bind_linear
+from ithaca.engine.model.linear import bind_linear
 from ithaca.engine.objective.cross_entropy import IGNORE, LossKernel, LossTerms, cap, cross_entropy_sum, tiled_loss
 
 WIDTH, VOCABULARY = 16, 37

@@ -125,7 +125,7 @@ def test_an_answer_comes_without_a_stack_of_cpp(folder: Path, tmp_path: Path, mo
         return linear(*given)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ithaca.engine.model.projection.F.linear", product)
+    monkeypatch.setattr("ithaca.engine.model.linear.F.linear", product)
     assert main(["ask", str(folder), "What?", "--tokens", "1", "--cpu", "1"]) == 0
     assert came and not [each for each in recwarn if "mkldnn" in str(each.message)]
 

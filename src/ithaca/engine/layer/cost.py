@@ -82,7 +82,7 @@ def graph_after(rank: RankCost) -> int:
 def _gated(rank: RankCost) -> bool:
     """Whether a dense MLP whose graph is kept computes activation and product again (model/gated.py)."""
     traits = rank.model.traits
-    return len(traits.mlp) > 2 and not traits.fused_mlp and not rank.adapts(*traits.mlp)
+    return len(traits.mlp) > 2 and not traits.fused_mlp
 
 
 def _fused(rank: RankCost) -> bool:
@@ -136,7 +136,8 @@ def tile_after(rank: RankCost, backward: bool) -> int:
     """A tile of the half behind attention: o_proj, residual, norm, MLP."""
     model, vectors = rank.model, rank.rows * rank.tile
     *inner, _ = model.traits.mlp
-    adapted = 1 if rank.adapts(inner[-1]) else 0  # up's adapter beside gate, up and their product
+    # where PEFT's own code runs, up's adapter is beside gate, up and their product
+    adapted = 1 if rank.adapts(inner[-1]) and not _gated(rank) else 0
     if model.experts:
         grouped = experts(rank, vectors)
         if backward:  # the graph of the shared expert beside that of the others
@@ -170,10 +171,7 @@ def tile_project(rank: RankCost, t: int) -> int:
         cut = 2 * token * model.heads * model.head_dim if whole else 0
     # a projection and the result; and, where operators turn it, its two halves (in fp32, if wide)
     rotating = 7 if model.traits.wide_rope else 2 if _turned(rank) else 4
-    adapting = 2  # an adapter's product, and the same scaled
-    of_q = (rotating + (adapting if rank.adapts("q_proj") else 0)) * q
-    of_kv = q + (rotating + (adapting if rank.adapts("k_proj", "v_proj") else 0)) * k  # beside q, which is done
-    return normed + max(of_q, of_kv, cut) + chosen
+    return normed + max(rotating * q, q + rotating * k, cut) + chosen  # k beside q, which is done
 
 
 def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
@@ -185,6 +183,8 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     if whole:
         heads = model.heads + model.kv_heads + stage.new_kv_heads  # q and k of all heads are made for each stage
     weight_gradients = 2 * heads * model.head_dim * model.hidden * BF16  # and the rows of the weights themselves
+    if rank.job.lora:
+        weight_gradients = weight_gradients // 2 if len(rank.attention.stages) > 1 else 0
     if kept_graph and len(rank.attention.stages) == 1:  # nothing is projected again: q's rotation is undone
         turned = stage.q_sent if _turned(rank) else 7 * stage.q_sent // 2
         shared = (
@@ -194,13 +194,15 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     alone = 1 if rank.stack.ulysses == 1 else 0  # gradients come as they were made, and are put in order here
     qkv = token * heads * model.head_dim
     q, kv = token * stage.heads * model.head_dim, token * stage.new_kv_heads * model.head_dim
-    if not rank.job.lora and (_turned(rank) or whole):
+    if _turned(rank) or whole:
         made = q + 2 * kv if model.traits.qk_norm else 0  # heads behind their projection, where a norm reads them
         # the normed input and its gradient; heads, and those of their gradients that are no views
         meeting = 2 * token * model.hidden + made + qkv + alone * q - (1 - alone) * kv
         if whole:  # of all heads before the norm, of the stage's behind it; k's gradient, and q's around the norm
             every, keys = (token * count * model.head_dim for count in (model.heads, model.kv_heads))
-            return max(meeting, token * model.hidden + made + 3 * every + 2 * keys) + weight_gradients
+            # of one stage all heads are turned, and so are their gradients; q's also as they were made
+            turned = 3 * every + 2 * keys if len(rank.attention.stages) == 1 else 0
+            return max(meeting, token * model.hidden + made + 3 * every + 2 * keys + turned) + weight_gradients
         # heads around their own norm; k's gradient, and q's around the norm
         normed = token * model.hidden + made + (3 + alone) * q + 2 * kv
         return max(meeting, normed if model.traits.qk_norm else 0) + weight_gradients
@@ -212,12 +214,7 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
         turned = (5 if model.traits.wide_rope else 3) * stage.heads
         count = model.heads + model.kv_heads + stage.heads + 2 * stage.new_kv_heads + max(2 * model.heads, turned)
         projected = token * count * model.head_dim
-    if not rank.job.lora:
-        return narrow + projected + alone * qkv + weight_gradients
-    q = token * stage.heads * model.head_dim
-    scaled = q if rank.adapts("q_proj", "k_proj", "v_proj") else 0  # q's adapter's gradient before its scale
-    normed = q if model.traits.qk_norm == "head" else 0
-    return max(narrow + projected + scaled + normed, narrow + 5 * scaled) + weight_gradients
+    return narrow + projected + alone * qkv + weight_gradients
 
 
 # -- forward -------------------------------------------------------------------------------------------------------------

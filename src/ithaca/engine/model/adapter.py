@@ -21,8 +21,9 @@ from .experts import unread_experts
 from .families import FAMILIES, Family, config_violations
 from .gated import gated
 from .guard import first_of_each, model_violations, own_code_violations
+from .linear import BoundLinear, adapter_violation, apply_linear, linear_violation
 from .norm import add_and_norm, apply_norm
-from .projection import Bound, BoundLinear, Projector, adapter_violation, linear_violation, project_all
+from .projection import Bound, Projector, project_all
 from .rope import QueryScale, Rope, check_against, rope_for
 from .token_kernels import TokenKernels
 from .unread import UnreadSum
@@ -122,7 +123,7 @@ class Layer:
         """Everything behind attention for a tile: x [B, t, d], attended [B, t, H·D] -> y, router logits. keep: its graph is.
         unread: y is only differentiated."""
         module: Any = self.module
-        update = module.self_attn.o_proj(attended)
+        update = apply_linear(module.self_attn.o_proj, attended)
         if self.family.after_attention:
             update = self._apply(self._part(self.family.after_attention), update)
         x, inner = self._joined(x, self._scaled(update))

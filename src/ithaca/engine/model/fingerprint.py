@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from .guard import accelerated, called, function_violations, hook_name, is_known_hook, plain_config, settings, settled
-from .projection import adapter_violation
+from .linear import adapter_violation
 from .tokenwise import HOOKS, Stand, mixing, sample
 
 _AGAIN = "prepare a model that has it already, or leave it as it was"

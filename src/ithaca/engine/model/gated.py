@@ -4,7 +4,8 @@ Autograd holds four tensors of the intermediate width for each token: gate, up, 
 input. The last two are elementwise functions of the first two, so they are computed again: half of what an MLP holds. On a GPU one
 kernel makes the product, and another makes it again together with both gradients (token_kernels.py).
 
-Only where the MLP is what transformers ships: its linears plain, nothing hooked or patched. Others run as they are.
+Only where the MLP is what transformers ships: its linears plain or with LoRA adapters (linear.py), nothing hooked or patched.
+Others run as they are.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.holding import module_holds
-from .projection import linears
+from .linear import (
+    Parts,
+    bind_linear,
+    by_input,
+    by_values,
+    has_adapters,
+    linears,
+    lowered,
+    lowered_gradients,
+    multiplied,
+    unchanged,
+)
 from .token_kernels import TokenKernels
 from .tokenwise import HOOKS
 from .unread import nothing
@@ -30,15 +41,14 @@ SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers'
 
 def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool, unread: bool = False) -> Tensor:
     """mlp(x). keep: its graph is, until backward. unread: it is only differentiated."""
-    keep, fused = keep or unread, kernels.fuses(x)
-    if not (keep or fused) or not _plain(mlp):
+    if not _plain(mlp):
         return mlp(x)
-    fused = fused and is_silu(mlp.act_fn)
-    if not (keep or fused):
+    fused = kernels.fuses(x) and is_silu(mlp.act_fn)
+    if not (keep or unread or fused or any(has_adapters(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))):
         return mlp(x)
-    gate, up = linears(x, [(part.weight, part.bias) for part in (mlp.gate_proj, mlp.up_proj)])
-    down = mlp.down_proj
-    return _Down.apply(gate, up, down.weight, down.bias, mlp.act_fn, kernels if fused else None, unread)  # pyright: ignore[reportReturnType]
+    gate, up = linears(x, [bind_linear(mlp.gate_proj), bind_linear(mlp.up_proj)])
+    down = bind_linear(mlp.down_proj)
+    return _Down.apply(gate, up, mlp.act_fn, kernels if fused else None, unread, down.parts, *down.values)  # pyright: ignore[reportReturnType]
 
 
 def is_silu(act: Any) -> bool:
@@ -56,9 +66,9 @@ def _plain(mlp: nn.Module) -> bool:
         own
         and forward.__qualname__ == f"{kind.__name__}.forward"
         and parts.keys() == PARTS
-        and all(type(part) is nn.Linear for name, part in parts.items() if name != "act_fn")
+        and all(type(part) is nn.Linear or has_adapters(part) for name, part in parts.items() if name != "act_fn")
         and type(parts["act_fn"]).__module__.startswith(("torch.nn.modules.", "transformers.activations"))
-        and not any("forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOKS) for part in mlp.modules())
+        and unchanged(mlp)
     )
 
 
@@ -67,30 +77,38 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor],
-        kernels: TokenKernels | None, unread: bool,
+        ctx, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor], kernels: TokenKernels | None, unread: bool,
+        parts: Parts, *values: Tensor,
     ):  # fmt: skip
-        ctx.save_for_backward(gate, up, weight)
-        ctx.act, ctx.kernels = act, kernels
+        ctx.save_for_backward(gate, up, *values)
+        ctx.act, ctx.kernels, ctx.parts = act, kernels, parts
         if unread:
-            return nothing(gate, (*gate.shape[:-1], len(weight)))
-        return F.linear(act(gate) * up if kernels is None else kernels.product(gate, up), weight, bias)
+            return nothing(gate, (*gate.shape[:-1], len(values[parts.weight])))
+        product = act(gate) * up if kernels is None else kernels.product(gate, up)
+        return multiplied(product, parts, values, lowered(product, parts, values))
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up, weight = ctx.saved_tensors
-        flat, learns = dy.flatten(0, -2), ctx.needs_input_grad
-        dbias = flat.sum(0) if learns[3] else None
+        gate, up, *values = ctx.saved_tensors
+        parts, rows, learns = ctx.parts, dy.flatten(0, -2), ctx.needs_input_grad[6:]
+        dlows = lowered_gradients(rows, parts, values)
+        dvalues: list[Tensor | None] = [None] * len(values)
+
+        def of_values(product: Tensor) -> None:
+            if any(learns):
+                by_values(rows, product.flatten(0, -2), lowered(product, parts, values), dlows, parts, learns, dvalues)
+
         if ctx.kernels is not None:
-            product, dgate, dup = ctx.kernels.product_backward(gate, up, dy @ weight)
-            dweight = flat.t() @ product.flatten(0, -2) if learns[2] else None
-            return dgate, dup, dweight, dbias, None, None, None
+            dproduct = by_input(rows, dlows, parts, values).view(gate.shape)
+            product, dgate, dup = ctx.kernels.product_backward(gate, up, dproduct)
+            of_values(product)
+            return dgate, dup, *[None] * 4, *dvalues
         gate = gate.detach().requires_grad_()
         with torch.enable_grad():
             active = ctx.act(gate)
         plain = active.detach()
-        dweight = flat.t() @ (plain * up).flatten(0, -2) if learns[2] else None
-        dproduct = dy @ weight
+        of_values(plain * up)
+        dproduct = by_input(rows, dlows, parts, values).view(gate.shape)
         dup = dproduct * plain
         (dgate,) = torch.autograd.grad(active, gate, dproduct.mul_(up))
-        return dgate, dup, dweight, dbias, None, None, None
+        return dgate, dup, *[None] * 4, *dvalues

@@ -100,8 +100,8 @@ class ModelSizes:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of the linears of a layer, and of the head."""
-        hidden, wide = self.hidden, self.shared or self.intermediate  # of experts, the shared one has linears
+        """Outputs and inputs of the linears of a layer, and of the head. Experts have none, but for the shared one."""
+        hidden, wide = self.hidden, self.shared or self.intermediate
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         *inner, outer = self.traits.mlp
         linears = {
@@ -110,6 +110,8 @@ class ModelSizes:
         }  # fmt: skip
         fused: dict[str, tuple[int, int]] = {}
         for name, (rows, columns) in linears.items():
+            if self.experts and not self.shared and name in (*inner, outer):
+                continue
             name = self.traits.fused.get(name, name)
             fused[name] = (fused.get(name, (0, 0))[0] + rows, columns)
         return fused
@@ -123,9 +125,6 @@ class ModelSizes:
         """Rows and columns of the parameters of a layer; norms and biases as one."""
         linears = {name: shape for name, shape in self.linears.items() if name != "lm_head"}
         if self.experts:  # gate and up of all experts are one tensor, and down is another
-            if not self.shared:
-                for name in self.mlp_linears:
-                    del linears[name]
             wide = self.experts * self.intermediate
             return [*linears.values(), (2 * wide, self.hidden), (wide, self.hidden), (self.norm_weights + self.bias, 1)]
         return [*linears.values(), (self.norm_weights + self.bias, 1)]

@@ -63,8 +63,7 @@ def _tiles(rank: RankCost) -> Iterator[int]:
 def _token(rank: RankCost) -> int:
     """Bytes of a token in a tile."""
     model = rank.model
-    # an adapter's logits, scaled, beside those of the base; the gradient of logits before and behind a division
-    logits = 3 if "lm_head" in rank.job.adapters else 2 if model.divided else 1
+    logits = 2 if model.divided else 1  # their gradient before and behind a division
     vectors = 3 if model.fused_norms else 11  # of a token, beside its logits; the final norm has four of them in fp32
     return BF16 * (logits * model.vocabulary + vectors * model.hidden)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.holding import module_holds
-from ..model.projection import BoundLinear
+from ..model.linear import BoundLinear
 from ..tiling import Gradients, differentiate, tiles
 
 log = logging.getLogger("ithaca")

@@ -19,7 +19,7 @@ from ...engine.batch import Batch
 from ...engine.comm import total
 from ...engine.layer.apply import run_layer
 from ...engine.model.adapter import Decoder
-from ...engine.model.projection import bind_linear
+from ...engine.model.linear import bind_linear
 from ...engine.model.rope import Positions, Rope
 from ...engine.own import OwnDecoder
 from ...engine.request import Request
