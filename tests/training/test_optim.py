@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaca.base.processes.pool import Workers
 from ithaca.config.schema import Train
@@ -108,6 +109,29 @@ def clipped(stack: dict[str, Any], most: float | None) -> tuple[float, dict[str,
     norm = global_norm(grads)
     clip(grads, norm, most)
     return float(norm), {name: whole(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+class Sizes(TorchDispatchMode):
+    """Of what norms are taken of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket.__name__ == "linalg_vector_norm":
+            self.seen.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_copy_in_float64_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch):
+    """torch makes one of whatever it adds up so: of a table of embeddings that would be gigabytes."""
+    monkeypatch.setattr("ithaca.engine.optimizer.BLOCK", 7)
+    grads = [torch.randn(5, 4), torch.randn(3), torch.randn(0, 4)]
+    with Sizes() as sizes:
+        norm = global_norm(grads)
+    assert sorted(sizes.seen[:-1]) == [0, 3, 6, 7, 7] and sizes.seen[-1] == 5
+    assert norm.item() == pytest.approx(torch.cat([g.flatten().double() for g in grads]).norm().item(), rel=1e-7)
 
 
 NORMS: list[tuple[int, dict[str, Any]]] = [

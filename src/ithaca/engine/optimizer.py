@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..base.holding import module_holds
 from ..config.schema import Train, in_steps
 from .host_adamw import HostAdamW, total_norm
+from .limits import BLOCK
 from .mesh import local_part
 from .muon import Muon, matrices_of
 
@@ -111,7 +112,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def global_norm(grads: list[Tensor]) -> Tensor:
     """Of all gradients on all ranks together."""
-    norms = [torch.linalg.vector_norm(local_part(grad), dtype=torch.float64) for grad in grads]
+    # in the blocks of host_adamw.py: torch makes a float64 copy of what it adds up
+    blocks = [block for grad in grads for block in local_part(grad).flatten().split(BLOCK)]
+    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
     return total_norm(norms, grads) if grads else torch.zeros(())
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -67,7 +67,6 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
 class InPlace(Source, Protocol):
     """A source that has heads of all tokens, tokens first: nothing is copied into the order that exchanges want."""
 
@@ -77,6 +76,11 @@ class InPlace(Source, Protocol):
     def projected(self, heads: dict[str, list[int]]) -> dict[str, Tensor]:
         """q, k, v, each [B, s, heads, D]."""
         ...
+
+
+def _has_heads(source: Source) -> TypeGuard[InPlace]:
+    """isinstance of a protocol would look up every name of it, for every layer of every step."""
+    return hasattr(source, "projected")
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class StagedAttention:
 
     def forward(self, source: Source, like: Tensor, keep: bool) -> tuple[list[Tensor], list]:
         """The lse of each stage on this rank's heads, and q, k, v of each stage if `keep`. Outputs go to the source."""
-        if isinstance(source, InPlace) and self.in_place:
+        if self.in_place and _has_heads(source):
             return self._forward_in_place(source, keep)
         ahead = self._overlaps(like)
         exchange = Exchange(self.ulysses, self.shape, like, reuse=(ahead or self.ulysses.size == 1) and not keep)
@@ -136,7 +140,7 @@ class StagedAttention:
 
     def backward(self, source: Source, like: Tensor, lses: list[Tensor], kept: list) -> None:
         """Out and dout come from the source, and gradients of the projected heads go to it."""
-        if isinstance(source, InPlace) and self.in_place:
+        if self.in_place and _has_heads(source):
             return self._backward_in_place(source, lses, kept)
         ahead = self._overlaps(like)
         exchange = Exchange(self.ulysses, self.shape, like, reuse=ahead or self.ulysses.size == 1)
