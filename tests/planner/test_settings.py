@@ -19,7 +19,7 @@ from ithaca.planner.config import hf_config, requested
 from ithaca.planner.dry_run.run import dry_run
 from ithaca.planner.memory import predict
 from ithaca.planner.search import plan
-from ithaca.planner.speed import BOTH_WAYS, HOST_RATE
+from ithaca.planner.speed import BOTH_WAYS, HOST_RATE, REACHED
 from ithaca.stack import Stack
 
 K = 2**10
@@ -213,7 +213,7 @@ def test_states_on_the_host_take_its_time_and_its_memory():
     assert eight.speed.parts["optimizer"] == pytest.approx(
         away.job.trained * (4 + 28) / HOST_RATE
     )  # one memory for all
-    assert here.speed.parts["optimizer"] == 0 and away.speed.parts["pcie"] > here.speed.parts["pcie"]
+    assert here.speed.parts["optimizer"] < update / 10 and away.speed.parts["pcie"] > here.speed.parts["pcie"]
     small = plan("qwen3_4b", stack=Stack(), offload_optimizer=True, **{**options, "host": "32GB"})
     assert not small.fits and small.shortages[0].startswith("host memory")
     with pytest.raises(ValueError, match="keeps weights whole on the GPU"):
@@ -269,8 +269,11 @@ def test_what_did_not_fit_fits_with_its_states_on_the_host():
 def test_micro_batches():
     whole = dict(gpus="2xH100", context="32K", stack=Stack(ulysses=2))
     one, four = (plan("llama3_8b", rows=rows, accumulation=rows, **whole) for rows in (1, 4))
-    assert four.speed.seconds == pytest.approx(4 * one.speed.seconds)
-    assert four.speed.tokens_per_second == pytest.approx(one.speed.tokens_per_second)
+    update = one.speed.parts["optimizer"]
+    assert four.speed.seconds == pytest.approx(4 * one.speed.seconds - 3 * update)
+    # a gradient for its norm (with a copy in float64), clipped and used; weights and both averages
+    moved = one.job.trained / 2 * ((4 + 16 + 8 + 4) + 3 * 8)
+    assert update == pytest.approx(moved / (REACHED * one.hardware.gpu.bandwidth))
     gradients = 4 * one.job.trained // 2
     assert four.memory.phases["forward"]["gradients"] == pytest.approx(gradients, rel=0.01)
     assert "gradients" not in one.memory.phases["forward"]

@@ -7,8 +7,9 @@
                 that are unpacked from NF4
     pcie, disk  what the store moves, as far as computation waits for it
     links       all-to-alls, ring and FSDP2, as far as they are longer than the computation beside them
-    optimizer   what it moves, where weights and states wait on the host (train.offload_optimizer); on a GPU it takes milliseconds.
-                Muon: products of whole matrices, the same ones on every rank, and the links that gather them
+    optimizer   what it moves: through the GPU's memory, or over the link, where weights and states wait on the host
+                (train.offload_optimizer). A tenth of a step at 8K tokens, nothing at 1M. Muon: products of whole matrices, the
+                same ones on every rank, and the links that gather them
 
 Rates are those of whole steps measured on one H200 (benchmarks/results/2026-11-15-h200.md), as shares of the GPU's peak. Links
 between GPUs are the makers' figures, unless they were measured on this machine (links.py).
@@ -43,6 +44,7 @@ LINK = 0.75  # of the makers' bandwidth that a collective reaches
 # States on the host come to the GPU by blocks (engine/host_adamw.py): bytes of a weight that come and that go back meanwhile. For
 # the norm its gradient; for the update weight, averages and gradient; for each further micro-batch the sum and what is added.
 NORM, UPDATE, SUM = (4, 0), (16, 12), (8, 4)
+FP64, REACHED = 8, 0.85  # share of a memory's bandwidth that a kernel reaches which does little with much
 BOTH_WAYS = 0.9  # share of the link each way where both are busy: 0.91 and 0.92 on an H200, 3.2 and 4.1 billion weights
 HOST_RATE = 200e9  # bytes a second that a machine's memory gives and takes, all its ranks together: an assumption
 
@@ -91,12 +93,14 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
         moves = [NORM, UPDATE, *[SUM] * (job.accumulation - 1)]
         moved = sum(_moved(job.trained / rank.shards, *each, hardware) for each in moves)
         parts["optimizer"] = moved / job.accumulation
+    else:
+        parts["optimizer"] = _update(rank) / (REACHED * gpu.bandwidth) / job.accumulation
     parts["pcie"] = waited / gpu.pcie + max(0.0, (kept + read) / gpu.pcie - compute)
     # where GPUs talk over PCIe too, copies have taken their share of the time that what is sent could hide behind
     beside = compute if gpu.link in (NVLINK, INFINITY) else max(0.0, compute - (kept + read) / gpu.pcie)
     parts["links"] = _links(rank, hardware, beside)
     if job.optimizer == "muon":
-        parts["optimizer"] = _muon(rank, hardware) / job.accumulation
+        parts["optimizer"] += _muon(rank, hardware) / job.accumulation
     parts = {name: job.accumulation * seconds for name, seconds in parts.items()}
     return Speed(parts, job.accumulation * tokens / sum(parts.values()))
 
@@ -105,6 +109,13 @@ def _moved(weights: float, come: int, go: int, hardware: Hardware) -> float:
     """Seconds that so many bytes of each weight take to the GPU and back; all ranks of a machine do it at once."""
     link = hardware.gpu.pcie * (BOTH_WAYS if go else 1)
     return weights * max(come / link, (come + go) * hardware.ranks_per_node / HOST_RATE)
+
+
+def _update(rank: RankCost) -> float:
+    """Bytes that an update on the GPU reads and writes: gradients for their norm, with a copy in float64, and as they are clipped;
+    weights, states and, once more, gradients."""
+    gradients, weights = rank.shard_gradients, rank.job.trained / rank.shards
+    return gradients + 2 * FP64 * weights + 2 * gradients + 2 * (gradients + rank.states) + gradients
 
 
 def _muon(rank: RankCost, hardware: Hardware) -> float:
