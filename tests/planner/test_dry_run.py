@@ -220,13 +220,14 @@ def test_what_a_rank_keeps_is_where_it_belongs():
 
 @pytest.mark.skipif(not LONG, reason="seven dry runs of many tiles: make plans")
 def test_each_technique_takes_something_away():
+    composed: dict[str, Any] = dict(engine="composed", ulysses=4)
     ladder = [
         Stack(engine="composed", recompute="none", tile=None, shard_parameters=False),
-        Stack(engine="composed", recompute="none", tile=None, ulysses=4),
-        Stack(engine="composed", recompute="layer", tile=None, ulysses=4),
-        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4),
-        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4, store="host"),
-        Stack(engine="composed", recompute="layer", tile=1024, ulysses=4, store="host", heads_per_stage=1),
+        Stack(**composed, recompute="none", tile=None),
+        Stack(**composed, recompute="layer", tile=None),
+        Stack(**composed, recompute="layer", tile=None, store="host"),
+        Stack(**composed, recompute="layer", tile=None, store="host", heads_per_stage=1),
+        Stack(**composed, recompute="layer", tile=1024, store="host", heads_per_stage=1),
         Stack(tile=1024, ulysses=4, store="host", heads_per_stage=1, hold=False),
     ]
     peaks = [peak_of(stack, 2**15, world=stack.ulysses).peak for stack in ladder]

@@ -162,7 +162,7 @@ def _products(job: Job, tokens: float) -> float:
 def _unread(job: Job) -> int:
     """Weights of a layer by which nothing is multiplied again: nobody reads the last product (engine/model/unread.py)."""
     model, traits = job.model, job.model.traits
-    alone = not traits.after_mlp and not traits.fused_mlp and len(traits.mlp) > 2
+    alone = not traits.after_mlp and len(traits.mlp) > 2 and (model.silu or not traits.fused_mlp)
     if not alone or (model.experts and traits.clamped_experts):
         return 0
     return model.hidden * model.intermediate * (model.active_experts if model.experts else 1)

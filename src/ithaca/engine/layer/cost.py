@@ -82,7 +82,7 @@ def graph_after(rank: RankCost) -> int:
 def _gated(rank: RankCost) -> bool:
     """Whether a dense MLP whose graph is kept computes activation and product again (model/gated.py)."""
     traits = rank.model.traits
-    return len(traits.mlp) > 2 and not traits.fused_mlp
+    return len(traits.mlp) > 2 and (rank.model.silu or not traits.fused_mlp)
 
 
 def _fused(rank: RankCost) -> bool:
@@ -148,10 +148,12 @@ def tile_after(rank: RankCost, backward: bool) -> int:
     wide = model.intermediate
     if backward:
         wider = 6 * wide if len(inner) > 1 else 4 * wide  # gate, up, activation, and their gradients
-        wider = 5 * wide if _fused(rank) else wider  # gate, up, their gradients, and the product
+        # gate, up, their gradients, and the product; where gate and up are one, its gradient too
+        wider = (6 if model.traits.fused_mlp else 5) * wide if _fused(rank) else wider
         narrow = 3 if rank.learns(*inner) else 2  # the input of gate and up is kept for their gradients
+        narrow += 1 if model.fused_norms and model.traits.after_mlp else 0  # and what the norm behind the MLP is of
         return vectors * BF16 * (wider + narrow * model.hidden)
-    if model.traits.fused_mlp:  # gate stays beside what the activation makes of it; an adapter's product is of both
+    if model.traits.fused_mlp and not _gated(rank):  # gate stays beside its activation; an adapter's product is of both
         adapted = 1 + 2 * adapted
     return vectors * BF16 * ((3 + adapted) * wide + 3 * model.hidden)
 
@@ -185,8 +187,9 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
     weight_gradients = 2 * heads * model.head_dim * model.hidden * BF16  # and the rows of the weights themselves
     if rank.job.lora:
         weight_gradients = weight_gradients // 2 if len(rank.attention.stages) > 1 else 0
-    if kept_graph and len(rank.attention.stages) == 1:  # nothing is projected again: q's rotation is undone
-        turned = stage.q_sent if _turned(rank) else 7 * stage.q_sent // 2
+    if kept_graph and len(rank.attention.stages) == 1:  # nothing is projected again: rotations are undone
+        both = stage.q_sent + token * stage.new_kv_heads * model.head_dim
+        turned = both if _turned(rank) else 7 * stage.q_sent // 2
         shared = (
             2 * model.kv_heads * rank.attention.head if stage.kv_heads_here * rank.stack.ulysses > model.kv_heads else 0
         )
@@ -206,14 +209,9 @@ def tile_receive(rank: RankCost, t: int, kept_graph: bool) -> int:
         # heads around their own norm; k's gradient, and q's around the norm
         normed = token * model.hidden + made + (3 + alone) * q + 2 * kv
         return max(meeting, normed if model.traits.qk_norm else 0) + weight_gradients
-    # the normed input, its gradient, and half as much again where those of q, k and v meet
-    narrow = (5 + alone) * token * model.hidden // 2
-    projected = 3 * qkv  # before and behind the rotation, and a gradient
-    if whole:
-        # of all heads before the norm, of the stage's behind it, and gradients: around the norm, or around the rotation
-        turned = (5 if model.traits.wide_rope else 3) * stage.heads
-        count = model.heads + model.kv_heads + stage.heads + 2 * stage.new_kv_heads + max(2 * model.heads, turned)
-        projected = token * count * model.head_dim
+    narrow = 2 * token * model.hidden  # the normed input and its gradient
+    # where no norm reads them, heads are not made again before they are turned; turned ones, and a gradient
+    projected = (3 if model.traits.qk_norm else 2) * qkv
     return narrow + projected + alone * qkv + weight_gradients
 
 
@@ -354,7 +352,8 @@ def _after_backward(rank: RankCost, layer: int, inputs: int) -> Snapshot:
     transposed = 0 if job.lora else model.hidden * model.intermediate * BF16  # the gradient of one linear of the MLP
     if rank.stack.recompute_of(layer) == "none" and rank.stack.tile is None:
         # gradients of gate and up; and the product, or activation and the product's gradient, where those were not kept
-        work = (3 if _fused(rank) else 4 if _gated(rank) else 2) * rank.vectors * model.intermediate * BF16
+        apart = not model.traits.fused_mlp
+        work = (3 if _fused(rank) and apart else 4 if _gated(rank) else 2) * rank.vectors * model.intermediate * BF16
         if model.experts:
             work = experts(rank, rank.vectors)["backward"] - experts(rank, rank.vectors)["kept"]
         work += rank.hidden  # the layer's output, in which its graph ends
@@ -362,6 +361,8 @@ def _after_backward(rank: RankCost, layer: int, inputs: int) -> Snapshot:
         work = tile_after(rank, backward=True)
     tile = max(transposed + work, trained * BF16)
     pieces = waiting = 0
+    if not streamed and count == 1:  # the gradients of x and of the attention output come last, when the MLP's are gone
+        waiting = -(rank.hidden + rank.attended)
     if streamed:
         piece = rank.rows * rank.piece * model.heads * model.head_dim * BF16
         pieces = 2 * piece  # the attention output of a piece, and its gradient

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...base.holding import module_holds
-from .gated import is_silu
+from .gated import backward_of_both, is_silu, product_of_both
 from .token_kernels import TokenKernels
 from .unread import nothing
 
@@ -194,7 +194,7 @@ class _Experts(torch.autograd.Function):
         ctx.kernels, ctx.scales = kernels, scales
         if _UNREAD.get():
             return nothing(x, x.shape)
-        product = expert_product(wide, kernels)
+        product = product_of_both(wide, kernels)
         out = F.grouped_mm(product, down.mT, offs=ends)
         _add(out, _lowered(product, out_down, ends), out_up, ends, scales[1])
         del product
@@ -212,7 +212,7 @@ class _Experts(torch.autograd.Function):
         dlow = _lowered_gradient(dcopies, out_up, ends, of_out)
         _add(dproduct, dlow, None if out_down is None else out_down.mT, ends)
         weight = weights.flatten()[order]
-        product, dwide, dweight = expert_backward(wide, dproduct, weight, kernels)
+        product, dwide, dweight = backward_of_both(wide, dproduct, weight, kernels)
         del dproduct
         ddown = F.grouped_mm(dcopies.mT, product, offs=ends) if learns[3] else None
         dout_up, dout_down = _by_factors(dcopies, product, _lowered(product, out_down, ends), dlow, ends, of_out)
@@ -254,27 +254,6 @@ def _by_factors(
     if low is None or dlow is None:
         return None, None
     return F.grouped_mm(grads.mT, low, offs=ends).mul_(scale), F.grouped_mm(dlow.mT, rows, offs=ends)
-
-
-def expert_product(wide: Tensor, kernels: TokenKernels) -> Tensor:
-    """silu(gate) · up of [n, 2i], gate beside up"""
-    gate, up = wide.chunk(2, -1)
-    return kernels.product(gate, up) if kernels.fuses(wide) else F.silu(gate) * up
-
-
-def expert_backward(
-    wide: Tensor, dproduct: Tensor, weight: Tensor, kernels: TokenKernels
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dproduct: of the product that was not weighed. -> the product, weighed; gradients of `wide` and of the weights, float32"""
-    if kernels.fuses(wide):
-        return kernels.expert_backward(wide, dproduct, weight)
-    gate, up = wide.chunk(2, -1)
-    active = F.silu(gate)
-    product = active * up
-    dweight = (dproduct.float() * product.float()).sum(-1)
-    dproduct = dproduct * weight[:, None]
-    dgate = torch.ops.aten.silu_backward(dproduct * up, gate)
-    return (product * weight[:, None]).to(wide.dtype), torch.cat((dgate, dproduct * active), -1).to(wide.dtype), dweight
 
 
 def combine(copies: Tensor, place: Tensor, weights: Tensor | None, kernels: TokenKernels) -> Tensor:
