@@ -76,7 +76,7 @@ class Lora:
     rank: int = option(16, "Rank of each adapter.", least=1, most=65536)
     alpha: float = option(32.0, "Adapters are scaled by alpha / rank.", above=0)
     dropout: float = option(0.0, "Must be 0: with dropout no result could be compared with the untouched model.")
-    targets: tuple[str, ...] = option(LINEARS, "Linear layers that get an adapter.")
+    targets: tuple[str, ...] = option(LINEARS, "Linear layers that get an adapter. Experts get none.")
     merge_on_export: bool = option(False, "Export the base with adapters added in; false = a PEFT adapter folder.")
 
 
