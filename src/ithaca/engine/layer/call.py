@@ -58,4 +58,4 @@ class LayerCall:
         return self.attention if sinks is None else replace(self.attention, sinks=sinks.detach())
 
     def trainable(self) -> list[Tensor]:
-        return [p for p in self.layer.module.parameters() if p.requires_grad]
+        return self.layer.parameters()

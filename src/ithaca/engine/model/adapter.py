@@ -7,8 +7,9 @@ PEFT models are looked through to the model inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,6 +51,22 @@ class Router:
         finally:
             hook.remove()
         return result, torch.cat(caught)
+
+
+class Slots:
+    """Where modules hold their parameters, looked up once: FSDP2 puts others there for each forward and each backward."""
+
+    def __init__(self, modules: Iterable[nn.Module | None]) -> None:
+        found: dict[int, tuple[dict[str, Any], str]] = {}  # a tied one counts once
+        for module in modules:
+            for part in () if module is None else module.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None:
+                        found.setdefault(id(parameter), (part._parameters, name))
+        self._slots = list(found.values())
+
+    def trainable(self) -> list[Tensor]:
+        return [parameter for held, name in self._slots if (parameter := held[name]).requires_grad]
 
 
 @dataclass
@@ -109,12 +126,23 @@ class Layer:
             heads["q"] = heads["q"] * self.query_scale(positions)[..., None, None].to(h)
         return heads
 
-    def after_parameters(self) -> list[Tensor]:
-        """Trainable parameters of `after`."""
+    @cached_property
+    def _slots(self) -> Slots:
+        return Slots([self.module])
+
+    @cached_property
+    def _slots_after(self) -> Slots:
         parts = [self._part(n) for n in (self.family.after_attention, self.family.before_mlp, self.family.after_mlp)]
         module: Any = self.module
-        modules = [module.self_attn.o_proj, module.mlp, *parts]
-        return [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
+        return Slots([module.self_attn.o_proj, module.mlp, *parts])
+
+    def parameters(self) -> list[Tensor]:
+        """Those that are trained."""
+        return self._slots.trainable()
+
+    def after_parameters(self) -> list[Tensor]:
+        """Of these, those of `after`."""
+        return self._slots_after.trainable()
 
     @holds("tile")
     def after(

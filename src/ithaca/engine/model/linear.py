@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -248,9 +249,22 @@ def has_adapters(linear: nn.Module) -> bool:
     return type(linear) is not nn.Linear and linear_violation(linear, "") is None
 
 
+_PARTS: WeakKeyDictionary[nn.Module, list[dict[str, Any]]] = (
+    WeakKeyDictionary()
+)  # what modules are made of, looked up once
+
+
 def unchanged(module: nn.Module) -> bool:
-    """Nothing in it is hooked or patched."""
-    return not any("forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOKS) for part in module.modules())
+    """Nothing in it is hooked or patched. That a prepared model is still of the same modules is seen elsewhere (fingerprint.py)."""
+    if module not in _PARTS:
+        _PARTS[module] = [vars(part) for part in module.modules()]
+    for own in _PARTS[module]:
+        if "forward" in own:
+            return False
+        for hooks in HOOKS:
+            if own[hooks]:
+                return False
+    return True
 
 
 def linear_violation(linear: nn.Module, name: str) -> str | None:
