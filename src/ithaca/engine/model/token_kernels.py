@@ -140,13 +140,16 @@ def _agree(device: torch.device) -> bool:
     wanted = [
         total, normed.detach(), grad + dtotal, dweight,
         rotate(gate, cos.unsqueeze(2), sin.unsqueeze(2)), rotate(gate, cos.unsqueeze(2), -sin.unsqueeze(2)), active * up,
-        active * up, torch.ops.aten.silu_backward(grad * up, gate), grad * active,
+        active * up, *(gradients := (torch.ops.aten.silu_backward(grad * up, gate), grad * active)),
+        (active * up).view(30, 64), torch.cat(gradients, -1).view(30, 128),
     ]  # fmt: skip
     try:
         added, normed, scales = kernels.add_norm(gate, up, weight, 1e-5)
         found = [added, normed, *kernels.norm_backward(added, weight, scales, grad, grad, True)]
         found += [kernels.rotate(gate, cos, sin, back) for back in (False, True)]
-        found += [kernels.product(gate, up), *kernels.product_backward(gate, up, grad)]
+        wide, whole = torch.cat((gate, up), -1).view(30, 128), gate.new_ones(30)
+        both = kernels.expert_backward(wide, grad.reshape(30, 64), whole)[:2]  # before grad is written over
+        found += [kernels.product(gate, up), *kernels.product_backward(gate, up, grad), *both]
         why = None if all(map(_alike, found, wanted)) else "they do not answer what the operators do"
     except Exception as error:  # Triton's compiler, or the one of C that it calls
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
