@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -249,17 +249,17 @@ def has_adapters(linear: nn.Module) -> bool:
     return type(linear) is not nn.Linear and linear_violation(linear, "") is None
 
 
-_PARTS: WeakKeyDictionary[nn.Module, list[dict[str, Any]]] = (
-    WeakKeyDictionary()
-)  # what modules are made of, looked up once
+# What modules are made of, looked up once. Held weakly: parameters of a part lead to FSDP2's records, and these to the whole model.
+_PARTS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 
 
 def unchanged(module: nn.Module) -> bool:
     """Nothing in it is hooked or patched. That a prepared model is still of the same modules is seen elsewhere (fingerprint.py)."""
     if module not in _PARTS:
-        _PARTS[module] = [vars(part) for part in module.modules()]
-    for own in _PARTS[module]:
-        if "forward" in own:
+        _PARTS[module] = [ref(part) for part in module.modules()]
+    for known in _PARTS[module]:
+        part = known()
+        if part is None or "forward" in (own := vars(part)):
             return False
         for hooks in HOOKS:
             if own[hooks]:
