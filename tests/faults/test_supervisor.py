@@ -373,6 +373,7 @@ def test_no_restart_once_somebody_has_asked_to_stop(launcher: Launcher):
     process.send_signal(signal.SIGHUP)
     launcher.wait(lambda: all(pending(each, signal.SIGTERM) for each in ranks))
     ranks[1].kill()
+    launcher.wait(lambda: not ranks[1].is_running() or ranks[1].status() == psutil.STATUS_ZOMBIE)  # before another ends
     (launcher.folder / "slow_start").unlink()
     code, said = launcher.finish()
     assert code == 8 and not any("restarting" in line for line in said)

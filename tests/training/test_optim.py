@@ -232,7 +232,7 @@ def test_the_planner_counts_what_muon_holds():
         plan("llama3_8b", gpus="8xH100", context="64K", stack=Stack(ulysses=8), optimizer=name).speed.parts
         for name in ("muon", "adamw")
     )
-    assert slow["optimizer"] > 0 == fast["optimizer"] and slow["matmul"] == fast["matmul"]
+    assert slow["optimizer"] > fast["optimizer"] > 0 and slow["matmul"] == fast["matmul"]
     for more in (dict(lora=8), dict(offload_optimizer=True)):
         with pytest.raises(ValueError, match="optimizer='muon' works on whole matrices on the GPU"):
             plan("llama3_8b", gpus="8xH100", context="64K", optimizer="muon", **more)
