@@ -164,6 +164,14 @@ def test_adapters_are_those_that_are_planned(name: str, caplog: pytest.LogCaptur
     assert ("no adapters on gate_proj, up_proj, down_proj: its experts have none" in caplog.text) == bool(sizes.experts)
 
 
+def test_a_model_without_the_usual_linears_is_told_to_name_its_own():
+    model = torch.nn.ModuleDict({"query_key_value": torch.nn.Linear(4, 4), "dense": torch.nn.Linear(4, 4)})
+    with pytest.raises(
+        ValueError, match=r"none of the linear layers q_proj, .* model.lora.targets: dense, query_key_value"
+    ):
+        build.with_lora(model, Lora(rank=2), 0)
+
+
 def test_a_frozen_base_is_as_small_as_it_is_planned():
     """Also of a preset, whose weights are random."""
     options = Model(folder="tiny_llama", lora=Lora(rank=2))

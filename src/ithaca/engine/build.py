@@ -140,9 +140,7 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     targets = options.targets
-    if (
-        targets == LINEARS
-    ):  # nobody named them, so those are meant that there are, also where one linear is several of them
+    if targets == LINEARS:  # nobody named them: those are meant that there are, also where one is several of them
         fused = family.fused if family else {}
         targets = _there({fused.get(name, name): None for name in targets}, linears, model)
     adapters = LoraConfig(
@@ -178,6 +176,11 @@ def _there(targets: Iterable[str], linears: Sequence[str], model: nn.Module) -> 
     mixture = any(hasattr(module, "has_gate") for module in model.modules())
     leaves = {name.rpartition(".")[2] for name in linears if not (mixture and name.rpartition(".")[0].endswith(".mlp"))}
     there = tuple(target for target in targets if target in leaves)
+    if not there:
+        raise ValueError(
+            f"model.lora: this model has none of the linear layers {', '.join(targets)}; name others in model.lora.targets: "
+            f"{', '.join(sorted(leaves))}"
+        )
     if left := [target for target in targets if target not in leaves]:
         why = "its experts have none" if mixture else "this model has no such linear layer"
         log.warning("model.lora: no adapters on %s: %s", ", ".join(left), why)

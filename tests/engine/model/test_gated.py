@@ -124,6 +124,15 @@ def test_with_adapters_it_keeps_as_little(preset: str, names: list[str], kernels
         assert kept == 2 * 2 * 33 * 96 * 4 + low < whole
 
 
+@pytest.mark.parametrize("preset", ["tiny_llama3", "tiny_phi3"])
+def test_parts_are_found_by_their_names(preset: str):
+    mlp = mlp_of(preset)
+    theirs, _ = ran(mlp, mlp)
+    mlp._modules = dict(sorted(mlp._modules.items(), reverse=True))  # up before gate
+    ours, _ = ran(mlp, lambda x: gated(mlp, x, KERNELS, keep=True))
+    assert torch.equal(ours[0], theirs[0])
+
+
 def hooked(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.down_proj.register_forward_hook(lambda module, args, out: 2 * out)
 

@@ -44,16 +44,18 @@ SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers'
 
 def gated(mlp: Any, x: Tensor, kernels: TokenKernels, keep: bool, unread: bool = False) -> Tensor:
     """mlp(x). keep: its graph is, until backward. unread: it is only differentiated."""
-    parts = dict(mlp.named_children())
-    act = parts.pop("act_fn", None) or parts.pop("activation_fn", None)
-    fused = kernels.fuses(x) and is_silu(act)
-    if not _plain(mlp) or not (keep or unread or fused or any(map(has_adapters, parts.values()))):
+    if not _plain(mlp):
         return mlp(x)
-    *inner, down = (bind_linear(part) for part in parts.values())
-    made = linears(x, inner)
-    if len(made) == 2:
-        return _Down.apply(*made, act, kernels if fused else None, unread, down.parts, *down.values)  # pyright: ignore[reportReturnType]
-    return _DownOfBoth.apply(*made, kernels, unread, down.parts, *down.values)  # pyright: ignore[reportReturnType]
+    together = hasattr(mlp, "gate_up_proj")
+    inner = [mlp.gate_up_proj] if together else [mlp.gate_proj, mlp.up_proj]
+    act = mlp.activation_fn if together else mlp.act_fn
+    fused = kernels.fuses(x) and is_silu(act)
+    if not (keep or unread or fused or any(map(has_adapters, (*inner, mlp.down_proj)))):
+        return mlp(x)
+    made, down = linears(x, [bind_linear(part) for part in inner]), bind_linear(mlp.down_proj)
+    if together:
+        return _DownOfBoth.apply(*made, kernels, unread, down.parts, *down.values)  # pyright: ignore[reportReturnType]
+    return _Down.apply(*made, act, kernels if fused else None, unread, down.parts, *down.values)  # pyright: ignore[reportReturnType]
 
 
 def is_silu(act: Any) -> bool:
