@@ -1,55 +1,48 @@
 """A model by its own code beside Hugging Face with checkpointing, and beside the streamed engine where the table knows it.
 
     python benchmarks/any_decoder.py --tokens 128K                                # glm4, gpt_oss, llama: widths of 9B, 20B, 1B
+    python benchmarks/any_decoder.py --tokens 128K qwen3_next --stacks recompute=keep_attention recompute=none,tile=null
     python benchmarks/any_decoder.py --tokens 512 --tiny --cpu glm4 gpt_oss       # no GPU: does it still run?
 
 One GPU, few layers, one row, bf16, the same weights and tokens. The vocabulary is cut to 32K for both: whole logits of Hugging
 Face's loss would be what runs out first. Hugging Face is tried with each attention that it has here, and its fastest that works
-counts; with sinks only those whose gradient of the sinks is right (compared with eager's on 256 tokens).
+counts; with sinks only those whose gradient of the sinks is right (compared with eager's on 256 tokens). Gated delta nets run by
+flash-linear-attention on both sides where it is installed; which kernels ran is printed. --liger adds Liger's kernels to theirs.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
+import inspect
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from rank_of_n import size
+from rank_of_n import config_of, shape_of, size
 
 import ithaca
+from ithaca.config import read_fields, split_words
 from ithaca.engine.model.shrink import shrink_config
-from ithaca.stack import Stack
+from ithaca.stack import Stack, require
 
-LAYERS = {"glm4": 2, "gpt_oss": 2, "llama": 4}
-WIDTHS: dict[str, dict[str, Any]] = {
-    "glm4": dict(  # GLM-4-9B-0414
-        hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
-        partial_rotary_factor=0.5, attention_bias=True,
-    ),
-    "gpt_oss": dict(  # gpt-oss-20b: one layer with a window of 128, one without
-        hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64,
-        num_local_experts=32, num_experts_per_tok=4, sliding_window=128,
-    ),
-    "llama": dict(  # Llama-3.2-1B
-        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-    ),
-}  # fmt: skip
+# Layers that run, and of which preset. gpt-oss: one with a window, one without. Qwen3-Next: three gated delta nets, one attention.
+PRESETS = {
+    "glm4": (2, "glm4_9b"),
+    "gpt_oss": (2, "gpt_oss_20b"),
+    "qwen3_next": (4, "qwen3_next_80b_a3b"),
+    "llama": (4, "llama32_1b"),
+}
+ATTENTION = ("flash_attention_4", "sdpa", "flash_attention_2", "flex_attention", "eager")  # in the order of their speed
 
 
-def config_of(kind: str, tiny: bool, longest: int) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    layers = LAYERS[kind]
-    more = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if kind == "gpt_oss" else {}
-    no_tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    config = CONFIG_MAPPING[kind](
-        **WIDTHS[kind], **more, **no_tokens, num_hidden_layers=layers, vocab_size=32768, max_position_embeddings=longest,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+def narrowed(kind: str, tiny: bool) -> Any:
+    layers, preset = PRESETS[kind]
+    family, depth, sizes = shape_of(preset)
+    config = config_of((family, depth, sizes | {"vocab_size": 32768, "tie_word_embeddings": False}), layers)
     return shrink_config(config, layers) if tiny else config
 
 
@@ -78,7 +71,11 @@ def measured(step: Callable[[], Any], device: str, steps: int) -> tuple[float, f
     return min(taken[1:]), torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
 
 
-def theirs(config: Any, ids: torch.Tensor, device: str, steps: int, attention: str) -> tuple[float, float]:
+def theirs(config: Any, ids: torch.Tensor, device: str, steps: int, attention: str, liger: bool) -> tuple[float, float]:
+    if liger:  # it replaces classes, so nothing else runs in such a process
+        kernels = importlib.import_module("liger_kernel.transformers")
+        # experts are transformers' grouped matrix products: Liger's own are tuned for minutes
+        getattr(kernels, f"apply_liger_kernel_to_{config.model_type}")(swiglu=not getattr(config, "num_experts", 0))
     model = built(config, device, attention)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -99,8 +96,10 @@ def ours(config: Any, ids: torch.Tensor, device: str, steps: int, stack: Stack) 
         run.model.zero_grad(set_to_none=True)
 
     result = measured(step, device, steps)
+    mixers = run.kernels.mixers.chosen.items()
+    plain = {key[0].__name__ for key, function in mixers if function is inspect.unwrap(key[0])}
     kernels = sorted({kernel.name for kernel in run.kernels.chosen.values()})
-    print(f"    kernels: {', '.join(kernels)}", flush=True)
+    print(f"    kernels: {', '.join([*kernels, *(f'{name} by the formula' for name in sorted(plain))])}", flush=True)
     return result
 
 
@@ -131,27 +130,27 @@ def tried(name: str, call: Callable[[], tuple[float, float]], tokens: int) -> fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=list(WIDTHS), help=f"default: {', '.join(WIDTHS)}")
+    parser.add_argument("kinds", nargs="*", default=list(PRESETS), help=f"default: {', '.join(PRESETS)}")
     parser.add_argument("--tokens", type=size, default=size("128K"))
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="shrunk: to see whether it runs")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--heads", type=int, help="of a stage; default: all together")
-    parser.add_argument("--tile", type=int, default=16384)
+    parser.add_argument(
+        "--stacks",
+        nargs="+",
+        default=[""],
+        metavar="FIELD=VALUE,...",
+        help="ours (default: host, tile 16384)",
+    )
+    parser.add_argument("--liger", action="store_true", help="theirs with Liger's kernels")
     parser.add_argument("--alone", action="store_true", help="without Hugging Face")
     options = parser.parse_args()
     device = "cpu" if options.cpu else "cuda"
     for kind in options.kinds:
-        config = config_of(kind, options.tiny, options.tokens)
+        config = narrowed(kind, options.tiny)
         ids = torch.randint(0, config.vocab_size, (1, options.tokens), device=device)
-        print(f"{kind}, {LAYERS[kind]} layers, {options.tokens:,} tokens", flush=True)
-        for attention in (
-            ()
-            if options.alone
-            else ("eager",)
-            if options.tiny
-            else ("sdpa", "flash_attention_2", "flex_attention", "eager")
-        ):
+        print(f"{kind}, {PRESETS[kind][0]} layers, {options.tokens:,} tokens", flush=True)
+        for attention in () if options.alone else ("eager",) if options.tiny else ATTENTION:
             if kind == "gpt_oss" and attention != "eager":
                 try:
                     right = sinks_are_right(config, device, attention)
@@ -161,16 +160,18 @@ def main() -> None:
                 if not right:
                     print(f"  Hugging Face, {attention}: the gradient of the sinks is wrong", flush=True)
                     continue
-            name = f"Hugging Face, {attention}"
+            name = f"Hugging Face, {attention}" + (", Liger" if options.liger else "")
             given = (config, ids, device, options.steps)
-            if tried(name, partial(theirs, *given, attention), options.tokens):
-                break  # in the order of their speed
+            if tried(name, partial(theirs, *given, attention, options.liger), options.tokens):
+                break
         for engine in ("module", *(["streamed"] if kind == "llama" else [])):
             store = "gpu" if options.cpu else "host"
-            stack = Stack(
-                engine=engine, heads_per_stage=options.heads, tile=options.tile, store=store, shard_parameters=False
-            )
-            tried(f"ithaca, {engine}", partial(ours, config, ids, device, options.steps, stack), options.tokens)
+            for text in options.stacks:
+                fields, problems = read_fields(split_words("--stacks", text)) if text else ({}, [])
+                require(problems, "this stack cannot run")
+                stack = Stack(**{"engine": engine, "tile": 16384, "store": store, "shard_parameters": False, **fields})
+                name = f"ithaca, {engine} {text}".strip()
+                tried(name, partial(ours, config, ids, device, options.steps, stack), options.tokens)
 
 
 if __name__ == "__main__":

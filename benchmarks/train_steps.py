@@ -3,11 +3,13 @@
     python benchmarks/train_steps.py --shape llama32_1b --context 128K --steps 10
     python benchmarks/train_steps.py --shape llama32_3b --context 256K --steps 2 --set stack.recompute=keep_attention
     python benchmarks/train_steps.py --shape llama32_1b --context 8K --steps 6 --load --starts 2 --set checkpoint.every=2
+    python benchmarks/train_steps.py --shape llama32_3b --context 720K --documents 45 --steps 3
     python benchmarks/train_steps.py --shape tiny --context 2K --steps 4 --set launch.cpu=2 --set stack.ulysses=2
 
 Weights are random, tokens are drawn by Zipf's law with a fixed seed; the model, its optimizer and its data go the whole way of a
 user's run: config, packing, launch, AdamW on fp32 masters, metrics, checkpoint at the end. What it writes goes into a temporary
 folder and is removed. Prints the step table from metrics.jsonl; the first step also builds kernels and pins host memory.
+--documents packs the row from so many, each of which attends to itself alone: the memory of the row in less time.
 --load reads weights from a folder instead, and --starts repeats the run: how long after the command its first step ends.
 """
 
@@ -25,8 +27,8 @@ import numpy as np
 from side_by_side import ALL_SHAPES, size
 
 
-def make_inputs(folder: Path, shape: str, context: int) -> None:
-    """A model folder with nothing but its config, and one row of tokens."""
+def make_inputs(folder: Path, shape: str, context: int, documents: int) -> None:
+    """A model folder with nothing but its config, and one row of tokens, a file for each document."""
     from transformers import AutoConfig
 
     family, depth, sizes = ALL_SHAPES[shape]
@@ -36,7 +38,9 @@ def make_inputs(folder: Path, shape: str, context: int) -> None:
     vocabulary = sizes["vocab_size"]
     odds = 1.0 / np.arange(1, vocabulary + 1)
     tokens = np.random.default_rng(0).choice(vocabulary, size=context, p=odds / odds.sum())
-    np.save(folder / "row.npy", tokens.astype(np.int32))
+    (folder / "row").mkdir()
+    for index, part in enumerate(np.array_split(tokens.astype(np.int32), documents)):
+        np.save(folder / "row" / f"{index}.npy", part)
 
 
 def write_weights(folder: Path) -> None:
@@ -65,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=ALL_SHAPES, default="llama32_1b")
     parser.add_argument("--context", type=size, default="128K")
+    parser.add_argument("--documents", type=int, default=1, help="that the row is packed from")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
     parser.add_argument("--load", action="store_true", help="read weights from a folder, which is written before")
@@ -73,14 +78,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ithaca-train-", dir=options.folder) as made:
         folder = Path(made)
-        make_inputs(folder, options.shape, options.context)
+        make_inputs(folder, options.shape, options.context, options.documents)
         if options.load:
             write_weights(folder)
         settings = {
             "model.folder": folder / "model",
             "model.random_init": str(not options.load).lower(),
             "data.context": options.context,
-            "data.sources": f"[{{path: {folder / 'row.npy'}, format: tokens}}]",
+            "data.sources": f"[{{path: {folder / 'row'}/*.npy, format: tokens}}]",
             "data.eos": "false",
             "train.steps": options.steps,
             "train.lr": 3e-4,

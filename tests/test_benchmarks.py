@@ -67,6 +67,15 @@ def test_states_on_either_side(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert lines[1][-1] == "0 B" and float(lines[2][3].split()[0]) < float(lines[2][1].split()[0])
 
 
+def test_a_recipe_beside_its_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    words = ["tiny_cpu", "--cpu", "--layers", "1", "--no-attention"]
+    monkeypatch.setattr(sys, "argv", ["recipes.py", *words])
+    runpy.run_path(str(FOLDER / "recipes.py"), run_name="__main__")
+    head, line = (row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines() if row.startswith("| "))
+    assert line[:4] == ["tiny_cpu", "1", "none", "-"] and len(line) == len(head)
+    assert float(line[4].split()[0]) > 0 and line[-1].endswith("KB")
+
+
 @pytest.mark.skipif(
     os.environ.get("ITHACA_PLANS") != "long", reason="two processes that import torch, 10 s: make plans"
 )

@@ -125,6 +125,10 @@ def test_a_kernel_that_is_wrong_is_found():
     assert "computes wrong outputs" in (off(wrong) or "")
     assert "computes wrong outputs" in (off(dropped) or ""), "it goes on from nothing"
     assert off(lambda *args, **kwargs: call.function(*args, **kwargs)) is None
+    fewer = tensors | {
+        name: tensors[name][:, :, :1] for name in call.scan.shared
+    }  # as a model hands over what heads share
+    assert scans._wrong_scan(call, fewer) is None
 
     def swapped(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return causal_conv1d_fn(x, weight.flip(-1), *args, **kwargs)

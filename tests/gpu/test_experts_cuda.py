@@ -38,7 +38,7 @@ def test_the_numbers_are_those_of_plain_experts(preset: str, dtype: torch.dtype)
 
     wanted = ran("eager", torch.float32)
     theirs, ours = ran("grouped_mm", dtype), ran(None, dtype)
-    assert _agree(x.device)
+    assert _agree(x.device, adapted=False) and _agree(x.device, adapted=True)
     for mine, other, exact in zip(ours, theirs, wanted, strict=True):
         off, usual = ((t.float() - exact).norm() / exact.norm() for t in (mine, other))
         assert off <= max(1.5 * usual, 1e-5)

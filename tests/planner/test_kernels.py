@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from ithaca import stack
-from ithaca.base.kernels import KERNELS, fa4_installed, problem
+from ithaca.base.kernels import KERNELS, fa4_installed, import_ahead, problem
 from ithaca.cli.ladder import kernels_apart
 from ithaca.cli.main import main
 from ithaca.engine.attention.backends import BACKENDS
@@ -46,6 +47,24 @@ def test_flash_attention_2_is_not_flash_attention_4(tmp_path: Path, monkeypatch:
     (package / "cute").mkdir()
     (package / "cute" / "interface.py").write_text("")
     assert fa4_installed() and "flash_attn" not in sys.modules
+
+
+def test_what_it_is_built_on_is_imported_beside_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert import_ahead() is None, "it is not installed"
+    for name, text in {"flash_attn/cute/interface.py": "", "cutlass.py": "from nowhere import something"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    thread = import_ahead()
+    assert thread is not None
+    thread.join()
+    assert "cutlass" not in sys.modules, "what is broken stays for the kernel's own words"
+    (tmp_path / "cutlass.py").write_text("here = 1")
+    importlib.invalidate_caches()
+    thread = import_ahead()
+    assert thread is not None
+    thread.join()
+    assert sys.modules.pop("cutlass").here == 1 and "flash_attn" not in sys.modules
 
 
 @pytest.mark.parametrize(

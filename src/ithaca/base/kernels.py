@@ -8,7 +8,9 @@ choice.py asks; a plan for another machine goes by the rows.
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -150,6 +152,21 @@ def fa4_installed() -> bool:
     package = importlib.util.find_spec("flash_attn")
     folders = (package and package.submodule_search_locations) or ()
     return any((Path(folder) / "cute" / "interface.py").is_file() for folder in folders)
+
+
+def import_ahead() -> threading.Thread | None:
+    """Begin to import what FlashAttention-4 is built on, where it is installed: seconds, half of them spent on files, and so beside
+    those of torch. Nothing in it imports torch, so neither thread meets a module that the other has half made."""
+    if not fa4_installed():
+        return None
+
+    def run() -> None:
+        with suppress(Exception):  # whoever needs it imports it again, and says what is wrong
+            importlib.import_module("cutlass")
+
+    thread = threading.Thread(target=run, name="import", daemon=True)
+    thread.start()
+    return thread
 
 
 @cache

@@ -24,11 +24,12 @@ from ..base.exits import CONFIG, DATA, STOPPED, Failed
 from ..base.faults import Fault
 from ..base.files import read_text, write_atomically
 from ..base.hub import read_pins, remember
-from ..base.processes.fork_server import MODELS
+from ..base.kernels import import_ahead
+from ..base.processes.fork_server import MODELS, TEMPLATE
 from ..base.run_folder import RunFolder
 from ..config import Config, Loaded, dump, load
 from ..config.curriculum import phase_configs
-from .launch import find_job, start
+from .launch import Job, find_job, start
 
 PRELOAD = ("ithaca.training.phases", "ithaca.training.trainer", *MODELS)
 
@@ -68,6 +69,8 @@ def dry_run(loaded: Loaded, wishes: Wishes) -> None:
 def carry_out(loaded: Loaded, wishes: Wishes) -> int:
     """Train. -> exit code"""
     job = find_job(os.environ)
+    if _computes(loaded.config, job):
+        import_ahead()
     loaded, pinned = _fetched(loaded)
     config = loaded.config
     # workers that we start, or that others started, come here again as ranks
@@ -76,6 +79,13 @@ def carry_out(loaded: Loaded, wishes: Wishes) -> int:
     if job is None or job.rank == 0:
         _write_pins(config, pinned)
     return start(config, lambda config: _train(config, loaded.text, wishes), wishes.command, preload=PRELOAD)
+
+
+def _computes(config: Config, job: Job | None) -> bool:
+    """Whether this process will be a rank on a GPU, and not one that starts or forks others; torch is not there yet to be asked."""
+    if config.launch.cpu is not None or TEMPLATE in os.environ:
+        return False
+    return job is not None or (config.launch.workers or len(list(Path("/dev").glob("nvidia[0-9]*")))) == 1
 
 
 def _fetched(loaded: Loaded) -> tuple[Loaded, dict[str, str]]:

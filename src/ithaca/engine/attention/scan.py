@@ -205,15 +205,15 @@ def _tried(wrong: Callable[[], str | None]) -> str | None:
 
 
 def _wrong_scan(call: Call, tensors: Tensors) -> str | None:
-    """Two documents, one of them by two segments."""
-    generator, tokens = torch.Generator().manual_seed(0), 300
+    """Two documents, one of them by two segments. A scan gets what heads share once for each of them, and so does this one."""
+    generator, tokens, heads = torch.Generator().manual_seed(0), 300, tensors[call.scan.out].shape[2]
     call = replace(call, scan=replace(call.scan, segment=128))
     some: Tensors = {}
     for name, t in tensors.items():
         if name in call.scan.weights:
             some[name] = t.detach()
             continue
-        numbers = torch.randn(1, tokens, *t.shape[2:], generator=generator)
+        numbers = torch.randn(1, tokens, heads, *t.shape[3:], generator=generator)
         # decays are logarithms, so below 0, and small enough that a state lasts; rates are between 0 and 1
         numbers = -0.05 * numbers.abs() if name == "g" else numbers.sigmoid() if name == "beta" else numbers
         some[name] = numbers.to(t.device, t.dtype)

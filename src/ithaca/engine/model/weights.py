@@ -3,7 +3,8 @@
 The model was built on the meta device and sharded, so a rank owns some rows of each parameter and no numbers yet. Each rank
 reads just its rows, straight into its shards, through a buffer of a few megabytes where dtypes or devices differ: no rank ever
 holds the whole model, or a whole parameter beside its shard. (Mapped files would do as well, but what was read stays in a
-process's memory until the file is closed: a second copy of the shard.) Nothing but safetensors is read.
+process's memory until the file is closed: a second copy of the shard.) A GPU is fed by several threads, since one reads slower
+than a link copies. Nothing but safetensors is read.
 
 Checkpoints of mixture-of-experts models store one matrix per expert, while the modules hold all experts in one tensor; the
 rows are put together here. PEFT adapters are not in the folder: they start as PEFT starts them, from a seed, with values
@@ -17,8 +18,11 @@ import json
 import math
 import os
 import re
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,7 +73,8 @@ def fill_from_folder(
 
     def fill() -> None:
         try:
-            _fill(model, files)
+            with files:
+                _fill(model, files)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"reading {folder} failed: {error}") from error
 
@@ -137,7 +142,6 @@ def _fill(model: nn.Module, files: Folder) -> None:
     for name, buffer in kept_buffers(model).items():
         files.read(name, 0, buffer if buffer.dim() else buffer[None], buffer.shape)
         buffer._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
-    files.close()
 
 
 @torch.no_grad()
@@ -189,11 +193,13 @@ def rows_of(parameter: Tensor) -> tuple[int, int]:
 # -- the folder -------------------------------------------------------------------------------------------------------
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BUFFER = 1 << 24  # bytes read at once
+_BUFFER = 1 << 22  # bytes read at once
+_READERS = 4  # threads that feed a GPU
 
 
 class Folder:
-    """Parameters by their name in the model, from files that may store experts one by one."""
+    """Parameters by their name in the model, from files that may store experts one by one. What is read into a GPU's memory is
+    there when `with` ends."""
 
     def __init__(self, folder: Path) -> None:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -220,9 +226,28 @@ class Folder:
             )
         self._headers: dict[Path, dict[str, Any]] = {}
         self._opened: dict[Path, int] = {}
+        self._readers: ThreadPoolExecutor | None = None
+        self._reading: list[Future[None]] = []
+        self._own = threading.local()  # a reader's buffer
 
     def __contains__(self, name: str) -> bool:
         return name in self.where
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                for piece in self._reading:
+                    piece.result()
+        finally:
+            if self._readers is not None:
+                self._readers.shutdown(cancel_futures=True)
+            self._reading, self._readers = [], None
+            self.close()
 
     def close(self) -> None:
         while self._opened:
@@ -249,27 +274,33 @@ class Folder:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise OSError(f"{name} has dtype {entry['dtype']}, known are {', '.join(_DTYPES)}")
-        flat, size = out.view(-1), dtype.itemsize
+        flat, size, file = out.view(-1), dtype.itemsize, self._open(self.where[name])
         place = entry["start"] + first * math.prod(entry["shape"][1:]) * size
         direct = flat.dtype == dtype and flat.device.type == "cpu"
-        step = min(_BUFFER // size, flat.numel())
-        buffer = flat if direct else torch.empty(step, dtype=dtype)
+        step = _BUFFER // size
         for at in range(0, flat.numel(), step):
-            count = min(step, flat.numel() - at)
-            piece = flat[at : at + count] if direct else buffer[:count]
-            self._fetch(self.where[name], place + at * size, piece.view(torch.uint8).numpy())
-            if not direct:
-                flat[at : at + count].copy_(piece)
+            into, begins = flat[at : at + step], place + at * size
+            if direct:
+                _fetch(file, begins, into)
+            elif flat.is_cuda:
+                self._readers = self._readers or ThreadPoolExecutor(_READERS, "reader")
+                self._reading.append(self._readers.submit(self._fetch_over, file, begins, into, dtype))
+            else:
+                self._fetch_over(file, begins, into, dtype)
 
-    def _fetch(self, path: Path, place: int, into: Any) -> None:
-        into = memoryview(into)
+    @torch.no_grad()
+    def _fetch_over(self, file: _File, place: int, into: Tensor, dtype: torch.dtype) -> None:
+        """By way of a buffer, and in the stored dtype until it is there: a GPU casts faster than a host."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=into.is_cuda)
+        piece = self._own.buffer.view(dtype)[: into.numel()]
+        _fetch(file, place, piece)
+        into.copy_(piece.to(into.device))
+
+    def _open(self, path: Path) -> _File:
         if path not in self._opened:
             self._opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        while into:
-            count = os.preadv(self._opened[path], [into], place)
-            if not count:
-                raise OSError(f"{path} ends early")
-            into, place = into[count:], place + count
+        return _File(path, self._opened[path])
 
     def _entry(self, name: str) -> dict[str, Any]:
         path = self.where[name]
@@ -278,6 +309,21 @@ class Folder:
         if name not in self._headers[path]:
             raise ValueError(f"{path} lacks {name}, which the index says it has; download it again")
         return self._headers[path][name]
+
+
+class _File(NamedTuple):
+    path: Path
+    handle: int
+
+
+def _fetch(file: _File, place: int, into: Tensor) -> None:
+    bytes_of: Any = into.view(torch.uint8).numpy()
+    view = memoryview(bytes_of)
+    while view:
+        count = os.preadv(file.handle, [view], place)
+        if not count:
+            raise OSError(f"{file.path} ends early")
+        view, place = view[count:], place + count
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
