@@ -59,14 +59,16 @@ def test_segments_are_one_scan(name: str):
     cut = replace(call, scan=replace(call.scan, segment=64))
     rows = slice(0, 1)
     dout = torch.randn(tensors[call.scan.out].shape, generator=torch.Generator().manual_seed(2))
-    whole, parts = ((scans.forward(c, tensors, [(rows, 0, TOKENS)])) for c in (call, cut))
+    (whole, _), (parts, _) = (scans.forward(c, tensors, [(rows, 0, TOKENS)]) for c in (call, cut))
     assert apart(parts, whole) < 1e-6
-    expected, found = (scans.backward(c, tensors, [(rows, 0, TOKENS)], dout) for c in (call, cut))
+    (expected, _), (found, _) = (scans.backward(c, tensors, [(rows, 0, TOKENS)], dout) for c in (call, cut))
     assert {n for n in expected if bool(expected[n].any())} == set(tensors)
     assert {n: e for n in tensors if (e := apart(found[n], expected[n])) > 5e-6} == {}
-    split = scans.forward(cut, tensors, [(rows, 0, 100), (rows, 100, TOKENS)])
+    split, _ = scans.forward(cut, tensors, [(rows, 0, 100), (rows, 100, TOKENS)])
     alone = {n: t if n in call.scan.weights else t[:, 100:] for n, t in tensors.items()}
-    assert torch.equal(split[:, 100:], scans.forward(cut, alone, [(rows, 0, 200)])), "a document begins with no state"
+    assert torch.equal(split[:, 100:], scans.forward(cut, alone, [(rows, 0, 200)])[0]), (
+        "a document begins with no state"
+    )
 
 
 def test_a_convolution_stops_where_a_document_begins():
@@ -133,10 +135,10 @@ def test_a_kernel_that_is_wrong_is_found():
     def swapped(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return causal_conv1d_fn(x, weight.flip(-1), *args, **kwargs)
 
-    swapped.__wrapped__ = inspect.unwrap(causal_conv1d_fn)  # pyright: ignore[reportFunctionMemberAccess]
-    assert "wrong outputs" in (
-        scans._wrong_convolution(swapped, torch.randn(1, 6, 9), torch.randn(6, 4), None, "silu") or ""
-    )
+    plain = inspect.unwrap(causal_conv1d_fn)
+    given = (torch.randn(1, 6, 9), torch.randn(6, 4), None, "silu")
+    assert "wrong outputs" in (scans._wrong_convolution(swapped, plain, *given) or "")
+    assert scans._wrong_convolution(causal_conv1d_fn, plain, *given) is None
 
 
 @pytest.fixture
@@ -202,3 +204,29 @@ def test_a_proof_does_not_take_kernels_for_a_gpu(monkeypatch: pytest.MonkeyPatch
     theirs = proofs.untouched(model, IDS[:, :24], None)
     ours = proofs._engine(model, IDS[:, :24], None, True, 2)
     assert max(error for _, error in proofs._errors(ours, theirs)) < 1e-5
+
+
+def test_the_first_kernel_that_is_installed_and_right_is_taken(caplog: pytest.LogCaptureFixture):
+    def absent(*args: Any) -> None: ...
+
+    def present(*args: Any) -> None: ...
+
+    on_gpu = torch.empty(1, device="meta")
+    names = {"a_package_of_nobody": absent, "torch": present}
+    assert MixerKernels()._chosen("key", names, on_gpu, lambda kernel: None) is present
+    with caplog.at_level("WARNING", logger="ithaca"):
+        assert MixerKernels()._chosen("key", names, on_gpu, lambda kernel: "it computes wrong outputs") is absent
+    assert "(a_package_of_nobody: it is not installed; torch: it computes wrong outputs)" in caplog.text
+
+
+@pytest.mark.parametrize(("tile", "lengths"), [(60, [64, 64, 22]), (None, [150])])
+def test_a_mixer_sees_a_tile_at_a_time(hybrid: Any, tile: int | None, lengths: list[int]):
+    """Its tile is of whole chunks of a scan."""
+    seen: list[int] = []
+    hybrid.model.layers[0].linear_attn.in_proj_qkv.register_forward_hook(
+        lambda _, given, __: seen.append(given[0].shape[1])
+    )
+    run = prepare(hybrid, Stack(shard_parameters=False, tile=tile), device="cpu")
+    ids = torch.randint(0, TEXT, (1, 150), generator=torch.Generator().manual_seed(0))
+    run.loss(run.shard(ids)).backward()
+    assert seen == lengths + lengths[::-1], "forward, and once more in backward"

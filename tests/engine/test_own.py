@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ithaca.engine.model.shrink import TEXT, smallest
-from ithaca.engine.model.token_kernels import TokenKernels
 from ithaca.engine.model.weights import randomize
 from ithaca.engine.offload import host
 from ithaca.engine.own import OwnDecoder
@@ -20,6 +19,8 @@ from ithaca.engine.parallelize import prepare
 from ithaca.engine.run import NoRoom
 from ithaca.stack import Stack
 from ithaca.verify.presets import add_lora
+
+from .model.operators import Operators
 
 IDS = torch.randint(0, TEXT, (2, 64), generator=torch.Generator().manual_seed(0))
 
@@ -46,16 +47,14 @@ def test_no_kernel_runs_twice_unless_asked(recompute: str, again: int):
     assert (kernel.calls.forward, kernel.calls.backward) == (layers * (1 + again), layers)
 
 
-class Counted(TokenKernels):
+class Norms(Operators):
     """Everywhere, and counted."""
-
-    calls = 0
 
     def fuses_norm(self, x: torch.Tensor) -> bool:
         return True
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        Counted.calls += 1
+        self.calls.append("norm")
         return super().norm(x, weight, epsilon)
 
 
@@ -79,25 +78,34 @@ def test_an_mlp_is_computed_once_forward_and_once_backward(kind: str, looks: boo
         assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm(), name
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("glm4", True), ("gemma2", False)])
-def test_norms_by_one_kernel_where_they_are_its_formula(kind: str, fused: bool):
-    """Gemma adds one to its weights."""
+@pytest.mark.parametrize(
+    ("kind", "kernel", "norm"),
+    [
+        ("glm4", "norm", "RMSNorm"),
+        ("gemma2", "add_norm", "RMSNorm"),
+        ("qwen3_5_text", "add_norm", "RMSNorm"),
+        ("qwen3_5_text", "product", "RMSNormGated"),
+    ],
+)
+def test_norms_by_one_kernel_where_they_are_its_formula(kind: str, kernel: str, norm: str):
+    """Gemma adds one to its weights; a gated delta net multiplies by a gate behind its norm."""
     model = built(kind)
     own = copy.deepcopy(model)
     run = prepare(model, Stack(shard_parameters=False, engine="module"), device="cpu")
     assert isinstance(run.decoder, OwnDecoder)
-    run.decoder.token_kernels = Counted()
-    Counted.calls = 0
+    run.decoder.token_kernels = kernels = Norms()
     loss, theirs = run.loss(run.shard(IDS)), own(input_ids=IDS, labels=IDS).loss
     loss.backward()
     theirs.backward()
-    norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
-    assert Counted.calls == (2 * norms - 1 if fused else 0), "again in backward, but for the last one"
+    norms = sum(type(module).__name__.endswith(norm) for module in model.modules())
+    assert norms and kernels.calls.count(kernel) == 2 * norms - (norm == "RMSNorm"), (
+        "again in backward, but for the last one"
+    )
     for (name, a), b in zip(model.named_parameters(), own.parameters(), strict=True):
         assert float((a.grad - b.grad).norm() / b.grad.norm()) < 1e-5, name
-    calls = Counted.calls
+    calls = len(kernels.calls)
     with torch.no_grad():
-        assert torch.equal(model(IDS).logits, own(IDS).logits) and Counted.calls == calls, (
+        assert torch.equal(model(IDS).logits, own(IDS).logits) and len(kernels.calls) == calls, (
             "outside of a run it is itself"
         )
 

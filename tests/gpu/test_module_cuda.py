@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 STACKS = [
     Stack(engine="module", heads_per_stage=1, store="host", tile=61),
-    Stack(engine="module", recompute="layer", store="gpu"),
+    Stack(engine="module", recompute="layer", store="gpu", tile=256),
 ]
 
 

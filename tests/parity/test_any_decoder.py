@@ -20,7 +20,8 @@ from ithaca.verify.case import full_gradients
 from ithaca.verify.presets import add_lora
 
 LENGTH = 101
-DOCUMENTS = [[40, 1, 60], [7, 94], [101], [50, 51]]
+# By the tokens of a row. In the longer one documents begin where a tile of 64 does and one and two tokens before, and one goes on.
+DOCUMENTS = {LENGTH: [[40, 1, 60], [7, 94], [101], [50, 51]], 205: [[62, 1, 1, 141], [63, 142], [205], [128, 77]]}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def errors_of(trial: Trial, device: str = "cpu") -> dict[str, float]:
     run = prepare(model.to(device), replace(trial.stack, engine="module"), device=device, dtype=torch.float32)
     rows = trial.rows * run.mesh.data.size
     ids = torch.randint(0, TEXT, (rows, trial.length), generator=torch.Generator().manual_seed(3))
-    documents = DOCUMENTS[:rows] if trial.packed else None
+    documents = DOCUMENTS[trial.length][:rows] if trial.packed else None
     loss = run.loss(run.shard(ids, documents=documents))
     loss.backward()
     gradients = {name: None if grad is None else grad.cpu() for name, grad in full_gradients(run.model).items()}

@@ -28,12 +28,12 @@ from .attention.interface import Asked, Unsupported, attending, configs_of, in_r
 from .attention.stages import Shape, StagedAttention
 from .batch import Batch
 from .layer.mixer import Spread, doors_of, mixing
-from .layer.module import ModuleCall, run_module_layer, run_tiled, running_call
+from .layer.module import ModuleCall, run_mixer, run_module_layer, run_tiled, running_call
 from .model.adapter import base_model, check_state, lora_violations
 from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from .model.families import config_violations
 from .model.guard import home_class, own_code_violations
-from .model.norm import epsilon_of
+from .model.norm import fused_norm
 from .model.token_kernels import TokenKernels
 from .model.tokenwise import HOOKS
 from .request import Ranks
@@ -80,7 +80,9 @@ class OwnDecoder:
     # stands for what those parts made when a layer runs again, where a proof has shown that nobody looks at it
     blank: float | None = None
     wide_angles: bool = True  # its rotary modules bear being computed in float64
-    norms: tuple[str, ...] = ()  # classes of norms that are torch's own rms_norm, as a proof has shown
+    norms: dict[str, float] = field(
+        default_factory=dict
+    )  # classes of norms that one kernel can be (norm.py), by a proof
     running: Running | None = None
     tokenwise: list[OwnLayer] = field(
         default_factory=list
@@ -356,7 +358,7 @@ def route_own(decoder: OwnDecoder) -> None:
         layer.module.forward = MethodType(_layer_forward, layer.module)
         for part in layer.mixers:
             own = doors_of(part)
-            part._mixer_of_ithaca = (part.forward, mixing(part, own, running_call))  # pyright: ignore[reportArgumentType]
+            part._mixer_of_ithaca = (decoder, part.forward, mixing(part, own, running_call))  # pyright: ignore
             part.forward = MethodType(_mixer_forward, part)
         for part in layer.parts if decoder.tiles else ():
             part._part_of_ithaca = (decoder, part.forward)  # pyright: ignore[reportArgumentType]
@@ -378,8 +380,13 @@ def _layer_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mixer_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    forward, ours = module._mixer_of_ithaca
-    return ours(*args, **kwargs) if in_run() else forward(*args, **kwargs)
+    decoder, forward, ours = module._mixer_of_ithaca
+    if not in_run():
+        return forward(*args, **kwargs)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:  # of tokens, as `hidden` gave it: it hides none
+        kwargs = kwargs | {"attention_mask": None}
+    return run_mixer(module, ours, decoder.tile if decoder.tiles else None, args, kwargs)
 
 
 def _part_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -390,16 +397,10 @@ def _part_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _norm_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """In half precision on a GPU by one kernel, where the model's own code takes eight."""
     decoder, forward = module._norm_of_ithaca
-    x = args[0] if len(args) == 1 and not kwargs else None
-    ours = in_run() or decoder.running is not None
-    if (
-        not ours
-        or not isinstance(x, Tensor)
-        or not decoder.token_kernels.fuses_norm(x)
-        or module.weight.dtype != x.dtype
-    ):
-        return forward(*args, **kwargs)
-    return decoder.token_kernels.norm(x, module.weight, epsilon_of(module))
+    found = None
+    if args and not kwargs and (in_run() or decoder.running is not None):
+        found = fused_norm(module, args, decoder.norms[type(module).__name__], decoder.token_kernels)
+    return forward(*args, **kwargs) if found is None else found
 
 
 def _is_mlp(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from importlib import metadata
 from math import inf, isnan, nan
@@ -38,11 +38,11 @@ from .assemble import assemble
 from .attention.choice import Kernels
 from .attention.interface import Unsupported, configs_of
 from .batch import Batch
-from .layer.mixer import by_formulas
+from .layer.mixer import by_formulas, doors_of
 from .mesh import Group, Mesh
 from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from .model.guard import owner_changes
-from .model.norm import plain_norms
+from .model.norm import known_norms
 from .model.shrink import TEXT, shrink_config
 from .model.weights import randomize
 from .objective.cross_entropy import IGNORE, LossKernel
@@ -72,7 +72,7 @@ class Proof:
     unseen: bool = False  # no gradient depends on what they make, but through theirs
     dtype: str = "float32"
     angles: bool = True  # rotary modules bear being computed in float64
-    norms: tuple[str, ...] = ()  # classes of norms that torch has one kernel for
+    norms: dict[str, float] = field(default_factory=dict)  # classes of norms that one kernel can be (model/norm.py)
 
     def __str__(self) -> str:
         if self.exact:
@@ -109,7 +109,7 @@ def require_proof(decoder: OwnDecoder) -> Proof:
             f"{kind} has no arithmetic of its own here, and its own code with our attention was not exact when tried on a small "
             f"copy, so it is refused: {proof}. Choose another model: ithaca docs families says which run, and why others do not"
         )
-    decoder.tiles, decoder.wide_angles, decoder.norms = proof.tiles, proof.angles, tuple(proof.norms)
+    decoder.tiles, decoder.wide_angles, decoder.norms = proof.tiles, proof.angles, proof.norms
     decoder.blank = 0.0 if proof.unseen else None
     log.info("%s by its own code: %s", kind, proof)
     if not proof.angles:
@@ -180,8 +180,7 @@ def kept_proof(kind: type, config: Any, parts: set[str] | None = None) -> Proof:
     path = _path(kind, config, parts or set())
     if path is not None and path.exists():
         try:
-            found = json.loads(path.read_text())
-            return Proof(**{**found, "norms": tuple(found["norms"])})
+            return Proof(**json.loads(path.read_text()))
         except (ValueError, TypeError, KeyError, OSError):
             log.warning("%s cannot be read, so the proof is made again", path)
     log.info("%s is not in the table of families: trying it on a shrunk copy (some seconds)", kind.__name__)
@@ -283,11 +282,13 @@ def _worst(model: nn.Module, ids: Tensor, tiles: bool, ranks: tuple[int, ...] = 
     """The largest error of all that is compared."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     worst = Proof(True, 0.0, "", tiles=tiles, dtype=dtype)
+    # a linear mixer goes by tiles where one rank has the whole row
+    counts = sorted({*ranks, 1}) if any(doors_of(module) for module in model.modules()) else ranks
     for documents in (None, DOCUMENTS):
         theirs = _try("its own code does not run shrunk", partial(untouched, model, ids, documents))
         if not bool(torch.isfinite(theirs.loss)):
             raise Refused("its loss is not finite when shrunk, so nothing can be compared")
-        for count in ranks:
+        for count in counts:
             ours = _try(
                 "it cannot be run with our attention", partial(_engine, model, ids, documents, tiles, count), NotRun
             )
@@ -300,7 +301,7 @@ def _worst(model: nn.Module, ids: Tensor, tiles: bool, ranks: tuple[int, ...] = 
         worst = replace(worst, unseen=_unseen(model, ids))
     text = _text(model.config)
     angles = all(Angles(m, text).sound(text.hidden_size) for m in rotary_modules(model))
-    return replace(worst, angles=angles, norms=plain_norms(model))
+    return replace(worst, angles=angles, norms=known_norms(model))
 
 
 def _unseen(model: nn.Module, ids: Tensor) -> bool:

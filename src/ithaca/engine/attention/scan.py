@@ -29,9 +29,11 @@ from ..tiling import differentiate
 log = logging.getLogger("ithaca")
 module_holds(__name__, "attention")
 
+CHUNK = 64  # tokens that formulas and kernels compute at once: a state passed on between whole ones changes no number
 LIMIT = 0.05  # relative, of a kernel in half precision: rounding is a tenth of it
 
-Span = tuple[slice, int, int]  # rows, first token, end: documents that begin and end alike
+# Rows, first token, end: documents that begin and end alike. One that begins below 0 has begun before what is here.
+Span = tuple[slice, int, int]
 Tensors = dict[str, Tensor]
 
 
@@ -99,27 +101,43 @@ class Call:
         return self.function(*args, **every)
 
 
-def forward(call: Call, tensors: Tensors, spans: list[Span]) -> Tensor:
-    """[B, tokens, heads, ·] of each -> what the scan returns."""
-    like = tensors[call.scan.out]
+def forward(
+    call: Call, tensors: Tensors, spans: list[Span], came: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """[B, tokens, heads, ·] of each -> what the scan returns, and the state [B, heads, ·] after the last token. came: that before
+    the first, for documents that have begun before."""
+    like, left = tensors[call.scan.out], None
+    if len(spans) == 1 and like.shape[1] <= call.scan.segment:
+        return call(tensors, _state(came, slice(None), spans[0][1]))
     out = torch.empty_like(like, dtype=out_dtype(call.scan, like), memory_format=torch.contiguous_format)
     for rows, start, stop in spans:
-        state = None
+        state = _state(came, rows, start)
         for a, b in _segments(start, stop, call.scan.segment):
             out[rows, a:b], state = call(_cut(call.scan, tensors, rows, a, b), state)
-    return out
+        if stop == like.shape[1] and state is not None:
+            left = state.new_empty(like.shape[0], *state.shape[1:]) if left is None else left
+            left[rows] = state
+    return out, left
 
 
-def backward(call: Call, tensors: Tensors, spans: list[Span], dout: Tensor) -> Tensors:
-    """Gradients of all tensors; those of weights in float32."""
+def backward(
+    call: Call,
+    tensors: Tensors,
+    spans: list[Span],
+    dout: Tensor,
+    came: Tensor | None = None,
+    dleft: Tensor | None = None,
+) -> tuple[Tensors, Tensor | None]:
+    """Gradients of all tensors, those of weights in float32, and of the state that came."""
     grads = {name: _zeros(t, wide=name in call.scan.weights) for name, t in tensors.items()}
+    dcame = None if came is None else torch.zeros_like(came)
     for rows, start, stop in spans:
         segments = list(_segments(start, stop, call.scan.segment))
-        states: list[Tensor | None] = [None]
+        states: list[Tensor | None] = [_state(came, rows, start)]
         with torch.no_grad():
             for a, b in segments[:-1]:
                 states.append(call(_cut(call.scan, tensors, rows, a, b), states[-1])[1])
-        dstate = None
+        dstate = dleft[rows] if dleft is not None and stop == dout.shape[1] else None
         for a, b in reversed(segments):
             before = states.pop()
             leaves = {n: t.detach().requires_grad_() for n, t in _cut(call.scan, tensors, rows, a, b).items()}
@@ -137,7 +155,13 @@ def backward(call: Call, tensors: Tensors, spans: list[Span], dout: Tensor) -> T
                     grads[name] += grad
                 elif grad is not None:
                     grads[name][rows, a:b] = grad
-    return grads
+        if dcame is not None and dstate is not None:
+            dcame[rows] = dstate
+    return grads, dcame
+
+
+def _state(came: Tensor | None, rows: slice, start: int) -> Tensor | None:
+    return came[rows] if came is not None and start < 0 else None
 
 
 def out_dtype(scan: Scan, like: Tensor) -> torch.dtype:
@@ -150,7 +174,7 @@ def _zeros(t: Tensor, wide: bool) -> Tensor:
 
 
 def _segments(start: int, stop: int, segment: int) -> Iterator[tuple[int, int]]:
-    for a in range(start, stop, segment):
+    for a in range(max(start, 0), stop, segment):
         yield a, min(a + segment, stop)
 
 
@@ -170,35 +194,51 @@ class MixerKernels:
     def scan(self, call: Call, tensors: Tensors) -> Callable[..., Any]:
         value = tensors[call.scan.out]
         key = (call.function, value.device, value.dtype, *(t.shape[-1] for t in tensors.values()))
-        return self._chosen(key, call.function, call.scan.package, value, lambda: _wrong_scan(call, tensors))
+        return self._chosen(key, {call.scan.package: call.function}, value, lambda _: _wrong_scan(call, tensors))
 
     def convolution(
         self, function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any
     ) -> Callable[..., Any]:
         key = (function, x.device, x.dtype, weight.shape[-1], bias is None, activation)
-        given = (x, weight, bias, activation)
-        return self._chosen(key, function, CONVOLUTION_PACKAGE, x, lambda: _wrong_convolution(function, *given))
+
+        def wrong(kernel: Callable[..., Any]) -> str | None:
+            return _wrong_convolution(kernel, inspect.unwrap(function), x, weight, bias, activation)
+
+        return self._chosen(key, {CONVOLUTION_PACKAGE: function, "fla": _convolution_of_fla}, x, wrong)
 
     def _chosen(
-        self, key: Any, function: Callable[..., Any], package: str, like: Tensor, wrong: Callable[[], str | None]
+        self,
+        key: Any,
+        kernels: dict[str, Callable[..., Any]],
+        like: Tensor,
+        wrong: Callable[[Callable[..., Any]], str | None],
     ) -> Callable[..., Any]:
+        """kernels: by the package that each needs; the first of them has the formula inside."""
         if key not in self.chosen:
-            plain, why = inspect.unwrap(function), None
-            if like.device.type == "cpu":
-                function = plain
-            elif importlib.util.find_spec(package) is None:
-                function, why = plain, f"the package {package} is not installed"
-            elif why := _tried(wrong):
-                function = plain
-            if why:
-                log.warning("%s by the plain formula, which is slow: %s", plain.__name__, why)
-            self.chosen[key] = function
+            plain, reasons = inspect.unwrap(next(iter(kernels.values()))), []
+            for package, kernel in kernels.items() if like.device.type != "cpu" else ():
+                why = _tried(wrong, kernel) if importlib.util.find_spec(package) else "it is not installed"
+                if why is None:
+                    self.chosen[key] = kernel
+                    break
+                reasons.append(f"{package}: {why}")
+            else:
+                if reasons:
+                    log.warning("%s by the plain formula, which is slow (%s)", plain.__name__, "; ".join(reasons))
+                self.chosen[key] = plain
         return self.chosen[key]
 
 
-def _tried(wrong: Callable[[], str | None]) -> str | None:
+def _convolution_of_fla(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any = None) -> Tensor:
+    """transformers knows none but causal-conv1d's; who has a kernel for scans has this one too."""
+    from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
+
+    return causal_conv1d(x.mT, weight, bias, activation=activation)[0].mT
+
+
+def _tried(wrong: Callable[[Callable[..., Any]], str | None], kernel: Callable[..., Any]) -> str | None:
     try:
-        return wrong()
+        return wrong(kernel)
     except Exception as error:  # whatever an optional package or a driver raises is the reason, not our failure
         why = (str(error).strip().splitlines() or [""])[0][:160]
         return f"its kernel does not run on this GPU ({type(error).__name__}: {why})"
@@ -221,17 +261,22 @@ def _wrong_scan(call: Call, tensors: Tensors) -> str | None:
     dout = torch.randn(some[call.scan.out].shape, generator=generator).to(some[call.scan.out].device)
     plain = replace(call, function=inspect.unwrap(call.function))
     with torch.no_grad():
-        ours, right = (forward(each, some, spans) for each in (call, plain))
-    found, expected = (backward(each, some, spans, dout) for each in (call, plain))
+        ours, right = (forward(each, some, spans)[0] for each in (call, plain))
+    found, expected = (backward(each, some, spans, dout)[0] for each in (call, plain))
     return _off({"outputs": ours} | found, {"outputs": right} | expected)
 
 
 def _wrong_convolution(
-    function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any
+    function: Callable[..., Any],
+    plain: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Any,
 ) -> str | None:
     numbers = torch.randn(1, x.shape[1], 200, generator=torch.Generator().manual_seed(0)).to(x.device, x.dtype)
     results: list[Tensors] = []
-    for each in (function, inspect.unwrap(function)):
+    for each in (function, plain):
         leaves = {"x": numbers, "weight": weight} | ({} if bias is None else {"bias": bias})
         leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
         with torch.enable_grad():

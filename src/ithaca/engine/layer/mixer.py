@@ -145,6 +145,15 @@ class Spread:
     kernels: MixerKernels
     halos: dict[tuple[int, torch.device], Halo] = field(default_factory=dict)
 
+    def tile(self, part: slice) -> Spread:
+        """Of these tokens alone, counted from the first of them: a document that has begun before begins below 0."""
+        length = part.stop - part.start
+        documents = [
+            [(a - part.start, min(b - part.start, length)) for a, b in row if a < part.stop and b > part.start]
+            for row in self.documents
+        ]
+        return replace(self, layout=Layout(length, 1, 1), documents=documents, halos={})
+
     def pieces(self, rank: int) -> list[tuple[int, int]]:
         """The token ranges of a rank, in the order in which they lie there."""
         return self.layout.pieces(*divmod(rank, self.layout.ulysses))
@@ -244,18 +253,37 @@ def _line(
 
 
 def convolve(
-    spread: Spread, function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any
+    spread: Spread,
+    function: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Any,
+    tile: Tile | None = None,
 ) -> Tensor:
     """x [B, C, s] of this rank's tokens, weight [C, tokens of the convolution] -> [B, C, s]"""
-    chosen = spread.kernels.convolution(function, x, weight, bias, activation)
-    halo = spread.halo(weight.shape[1] - 1, x.device)
-    come = _Fetch.apply(x, halo)
-    pool = torch.cat((torch.zeros_like(x[:, :, :1]), come, x), 2)  # pyright: ignore[reportArgumentType]
-    parts = []
-    for rows, columns, kept in halo.lines:
-        made = chosen(pool[rows].index_select(2, columns), weight, bias, activation=activation)
-        parts.append(made.index_select(2, kept))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    chosen, tokens = spread.kernels.convolution(function, x, weight, bias, activation), weight.shape[1] - 1
+
+    def convolved(t: Tensor) -> Tensor:
+        return chosen(t.mT, weight, bias, activation=activation).mT
+
+    alone, x = all(len(row) == 1 for row in spread.documents), x.mT  # token by token, as a linear has made them
+    if tile is not None:
+        come = tile.came_to(lambda: torch.zeros_like(x[:, :1]).expand(-1, tokens, -1))
+        line = torch.cat((come, x), 1)
+        tile.left.append(line[:, line.shape[1] - tokens :])
+        if alone and all(row[0][0] <= -tokens or not tile.came for row in spread.documents):
+            return convolved(line)[:, tokens:].mT
+        before = list(range(-tokens, 0))
+        lines = [(rows, *_line(spread, tokens, before, bounds, x.device)) for rows, bounds in spread.row_groups()]
+    elif alone and spread.group.size == 1:
+        return convolved(x).mT
+    else:
+        halo = spread.halo(tokens, x.device)
+        come, lines = _Fetch.apply(x.mT, halo).mT, halo.lines  # pyright: ignore[reportOptionalMemberAccess]
+    pool = torch.cat((torch.zeros_like(x[:, :1]), come, x), 1)
+    parts = [convolved(pool[rows].index_select(1, columns)).index_select(1, kept) for rows, columns, kept in lines]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).mT
 
 
 class _Fetch(torch.autograd.Function):
@@ -303,34 +331,46 @@ class HeadScan:
     def stages(self) -> tuple[Stage, ...]:
         return head_schedule(self.heads, self.shared, self.spread.group.size, self.spread.heads_per_stage)
 
-    def forward(self, tensors: Tensors) -> Tensor:
-        like = tensors[self.call.scan.out]
+    def forward(self, tensors: Tensors, came: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """-> and, of a tile, the state [B, heads, ·] that it leaves. came: that of the tile before."""
+        like, left = tensors[self.call.scan.out], None
         out = torch.empty(like.shape, dtype=scans.out_dtype(self.call.scan, like), device=like.device)
         for stage in self.stages:
             inside = self._bring(stage, tensors)
             local = out.new_empty(self._empty(inside))
             if self._busy(stage):
-                local = scans.forward(self.call, self._each_head(stage, inside), self.spread.spans())
+                mine = list(stage.queries[self.spread.group.rank])
+                state = None if came is None else came[:, mine]
+                local, state = scans.forward(self.call, self._each_head(stage, inside), self.spread.spans(), state)
+                if state is not None:
+                    left = state.new_empty(state.shape[0], self.heads, *state.shape[2:]) if left is None else left
+                    left[:, mine] = state
             self._home(stage.queries, local, out)
-        return out
+        return out, left
 
-    def backward(self, tensors: Tensors, dout: Tensor) -> Tensors:
+    def backward(
+        self, tensors: Tensors, dout: Tensor, came: Tensor | None = None, dleft: Tensor | None = None
+    ) -> tuple[Tensors, Tensor | None]:
         scan = self.call.scan
         grads = {name: torch.zeros(t.shape, dtype=_wide(t), device=t.device) for name, t in tensors.items()}
+        dcame = None if came is None else torch.zeros_like(came)
         for stage in self.stages:
             inside = self._bring(stage, tensors | {"dout": dout})
             dlocal = inside.pop("dout")
             found = {name: torch.zeros_like(t) for name, t in inside.items()}
             if self._busy(stage):
-                each = self._each_head(stage, inside)
-                found = scans.backward(self.call, each, self.spread.spans(), dlocal)
+                each, mine = self._each_head(stage, inside), list(stage.queries[self.spread.group.rank])
+                states = (None if t is None else t[:, mine] for t in (came, dleft))
+                found, dstate = scans.backward(self.call, each, self.spread.spans(), dlocal, *states)
                 found = self._by_shared(stage, inside, found)
+                if dcame is not None and dstate is not None:
+                    dcame[:, mine] = dstate
             for name, grad in found.items():
                 if name in scan.weights:
                     grads[name][list(stage.queries[self.spread.group.rank])] = grad
                 else:
                     self._home(stage.kv if name in scan.shared else stage.queries, grad, grads[name], add=True)
-        return {name: grad.to(tensors[name].dtype) for name, grad in grads.items()}
+        return {name: grad.to(tensors[name].dtype) for name, grad in grads.items()}, dcame
 
     def _busy(self, stage: Stage) -> bool:
         return bool(stage.queries[self.spread.group.rank])
@@ -411,3 +451,53 @@ def scan_of(spread: Spread, call: Call, tensors: Tensors, repeats: int | None) -
         )
     call = replace(call, function=spread.kernels.scan(call, tensors))
     return HeadScan(spread, call, tuple(tensors), heads, shared), tensors
+
+
+# -- tiles --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tile:
+    """Some tokens of a mixer: what its functions left after the tokens before, in the order of their calls, and what they leave."""
+
+    spread: Spread
+    came: list[Tensor]  # nothing: it is the first
+    left: list[Tensor] = field(default_factory=list)
+
+    def came_to(self, first: Callable[[], Tensor]) -> Tensor:
+        """What came to the function that is called next."""
+        return self.came[len(self.left)] if self.came else first()
+
+    def scan(self, call: Call, tensors: Tensors, repeats: int | None) -> Tensor:
+        came = self.came[len(self.left)] if self.came else None
+        heads, (_, tokens) = tensors[call.scan.out].shape[2], tensors[call.scan.out].shape[:2]
+        if (self.spread.heads_per_stage or heads) >= heads and tokens <= call.scan.segment:
+            # with the graph of the tile: to scan again would take as much
+            call = replace(call, function=self.spread.kernels.scan(call, tensors))
+            each = {n: t.repeat_interleave(heads // t.shape[2], 2) for n, t in tensors.items() if n in call.scan.shared}
+            out, left = scans.forward(call, tensors | each, self.spread.spans(), came)
+        else:
+            work, tensors = scan_of(self.spread, call, tensors, repeats)
+            out, left = _TileScan.apply(work, came, *tensors.values())  # pyright: ignore[reportGeneralTypeIssues]
+        assert isinstance(left, Tensor)
+        self.left.append(left)
+        return out
+
+
+class _TileScan(torch.autograd.Function):
+    """One scan of a tile; backward scans again, a stage of heads at a time."""
+
+    @staticmethod
+    def forward(ctx, work: HeadScan, came: Tensor | None, *tensors: Tensor):
+        out, left = work.forward(dict(zip(work.names, tensors, strict=True)), came)
+        assert left is not None
+        ctx.work, ctx.came = work, came
+        ctx.save_for_backward(*tensors)
+        return out, left
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, dleft: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        work: HeadScan = ctx.work
+        tensors = dict(zip(work.names, ctx.saved_tensors, strict=True))
+        grads, dcame = work.backward(tensors, dout, ctx.came, dleft)
+        return None, dcame, *(grads[name] for name in work.names)

@@ -13,7 +13,8 @@ Stages exchange and attend a few heads at a time all the same (attention/stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,18 +26,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...base.holding import holds, module_holds
 from ..attention.interface import Asked, attending, current
-from ..attention.scan import Call, Tensors
+from ..attention.scan import CHUNK, Call, Tensors
 from ..attention.stages import StagedAttention
 from ..offload.store import Store
 from ..tiling import Gradients, differentiate, tiles
 from .heads import to_heads_first, to_tokens_first
-from .mixer import HeadScan, Spread, convolve, scan_of
+from .mixer import HeadScan, Spread, Tile, convolve, scan_of
 
 module_holds(__name__, "kept")
 
-Kept = tuple[
-    Tensor, list[Tensor]
-]  # an attention's output [B, s, H, D] and the lse of each stage; a scan's, which has none
+# What an attention made [B, s, H, D] and the lse of each stage; a scan, which has none; a mixer by tiles, and what they left.
+Kept = tuple[Tensor, list[Tensor]]
 _call: ContextVar[ModuleCall | None] = ContextVar("call", default=None)
 
 
@@ -66,6 +66,7 @@ class ModuleCall:
     made: list[list[Any] | None] = field(default_factory=list)
     replay: list[Kept] | None = None
     remade: list[list[Any] | None] = field(default_factory=list)
+    tile: Tile | None = None  # of the mixer that is running, if it does so by tiles
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
@@ -87,6 +88,8 @@ class ModuleCall:
         self, function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any
     ) -> Tensor:
         """x [B, C, s] of this rank's tokens, as a mixer's own convolution takes it."""
+        if self.tile is not None:
+            return convolve(self.tile.spread, function, x, weight, bias, activation, self.tile)
         rows, channels, tokens = x.shape
         if self.fold > 1:
             x = x.view(-1, self.fold, channels, tokens).transpose(1, 2).reshape(-1, channels, self.fold * tokens)
@@ -97,6 +100,8 @@ class ModuleCall:
 
     def scan(self, call: Call, tensors: Tensors, repeats: int | None) -> Tensor:
         """Tensors [B, s, heads, ·] of this rank's tokens, and weights [heads] -> [B, s, heads, ·]"""
+        if self.tile is not None:
+            return self.tile.scan(call, tensors, repeats)
         weights = call.scan.weights
         tensors = {n: t if n in weights else _as_sequence(t, self.fold) for n, t in tensors.items()}
         work, tensors = scan_of(self.spread(), call, tensors, repeats)
@@ -119,11 +124,16 @@ class ModuleCall:
         return [torch.full(shape, self.blank, dtype=dtype, device=device) for shape, dtype in made]
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        token = _call.set(self)
+        with self.running(), attending(self.configs), current(self.attend):
+            return self.forward(*args, **kwargs)
+
+    @contextmanager
+    def running(self, tile: Tile | None = None) -> Iterator[None]:
+        token, before, self.tile = _call.set(self), self.tile, tile
         try:
-            with attending(self.configs), current(self.attend):
-                return self.forward(*args, **kwargs)
+            yield
         finally:
+            self.tile = before
             _call.reset(token)
 
 
@@ -208,7 +218,7 @@ class _Scan(torch.autograd.Function):
         if call.replay is not None:
             out, _ = call.replay.pop(0)
         else:
-            out = work.forward(dict(zip(work.names, tensors, strict=True)))
+            out, _ = work.forward(dict(zip(work.names, tensors, strict=True)))
             if call.keeping:
                 call.kept.append((out, []))
         ctx.work = work
@@ -218,7 +228,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         work: HeadScan = ctx.work
-        grads = work.backward(dict(zip(work.names, ctx.saved_tensors, strict=True)), dout)
+        grads, _ = work.backward(dict(zip(work.names, ctx.saved_tensors, strict=True)), dout)
         return None, None, *(grads[name] for name in work.names)
 
 
@@ -362,6 +372,7 @@ class TiledModule(torch.autograd.Function):
             derivatives = differentiate([value], [dy[:, part]], [leaf, *ctx.parameters])
             dx[:, part] = 0.0 if derivatives[0] is None else derivatives[0]
             sums.add(ctx.parameters, derivatives[1:])
+            del derivatives  # or those of all experts are there a third time while the next tile's are made
         return dx, None, None, *(sums.take(p) for p in ctx.parameters)
 
 
@@ -371,6 +382,68 @@ def run_tiled(module: nn.Module, forward: Callable[..., Any], tile: int | None, 
     if tile is None or not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tile:
         return forward(*args, **kwargs)
     return TiledModule.apply(x, forward, tile, *(p for p in module.parameters() if p.requires_grad))
+
+
+class TiledMixer(torch.autograd.Function):
+    """A mixer, a tile of tokens at a time, from what the tile before has left (mixer.py); backward computes a tile again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: Callable[[Tensor], Tensor], call: ModuleCall, tile: int, *parameters: Tensor):
+        parts = tiles(x.shape[1], tile)
+        if call.replay is not None:
+            out, left = call.replay.pop(0)
+        else:
+            values, came, left = [], [], []
+            for part in parts:
+                now = Tile(call.spread().tile(part), came)
+                with call.running(now):
+                    values.append(forward(x[:, part].contiguous()))
+                came = [t.clone() for t in now.left]  # of a view, or the whole tile would stay
+                left += came if part is not parts[-1] else []
+            out = torch.cat(values, 1)
+            if call.keeping:
+                call.kept.append((out, left))
+        ctx.forward, ctx.call, ctx.parts, ctx.parameters = forward, call, parts, parameters
+        ctx.save_for_backward(x, *left)
+        return out
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x, *left), call, parts = ctx.saved_tensors, ctx.call, ctx.parts
+        calls = len(left) // (len(parts) - 1)  # of convolutions and scans, each of which left something
+        dx, sums, dleft = torch.empty_like(x), Gradients(), []
+        for index, part in reversed(list(enumerate(parts))):
+            came = [t.detach().requires_grad_() for t in left[(index - 1) * calls : index * calls]] if index else []
+            now = Tile(call.spread().tile(part), came)
+            with torch.enable_grad(), call.running(now):
+                leaf = x[:, part].detach().contiguous().requires_grad_()
+                value = ctx.forward(leaf)
+            outputs = [value, *(now.left if dleft else [])]
+            found = differentiate(outputs, [dy[:, part], *dleft], [leaf, *came, *ctx.parameters])
+            dx[:, part] = 0.0 if found[0] is None else found[0]
+            dleft = [
+                torch.zeros_like(t) if d is None else d for t, d in zip(came, found[1 : 1 + len(came)], strict=True)
+            ]
+            sums.add(ctx.parameters, found[1 + len(came) :])
+            del found
+        return dx, None, None, None, *(sums.take(p) for p in ctx.parameters)
+
+
+def run_mixer(module: nn.Module, forward: Callable[..., Any], tile: int | None, args: Any, kwargs: Any) -> Any:
+    """A linear mixer, by tiles where this rank has the whole sequence and it was called with tokens and no other tensor."""
+    call, given = running_call(), {**dict(zip(("hidden_states",), args, strict=False)), **kwargs}
+    x = given.pop("hidden_states", None)
+    tile = None if tile is None else -(-tile // CHUNK) * CHUNK
+    if (
+        call is None or tile is None or not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tile or len(args) > 1
+        or call.fold > 1 or call.spread().group.size > 1 or any(isinstance(t, Tensor) for t in tree_flatten(given)[0])
+    ):  # fmt: skip
+        return forward(*args, **kwargs)
+
+    def of(t: Tensor) -> Tensor:
+        return forward(t, **given)
+
+    return TiledMixer.apply(x, of, call, tile, *(p for p in module.parameters() if p.requires_grad))
 
 
 def _fold(t: Tensor, ranks: int) -> Tensor:

@@ -97,6 +97,21 @@ class Rotated(torch.autograd.Function):
         return ctx.kernels.rotate(grad, ctx.cos, ctx.sin, back=True), None, None, None, None
 
 
+class GatedProduct(torch.autograd.Function):
+    """silu(gate) · up"""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: TokenKernels) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(gate, up)
+        return kernels.product(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore
+        _, dgate, dup = ctx.kernels.product_backward(*ctx.saved_tensors, grad.clone())  # which is written over
+        return dgate, dup, None
+
+
 class AddedNorm(torch.autograd.Function):
     """x + update (x, where there is none) and its RMSNorm. The sum goes on beside its norm, and in backward the gradients of both
     meet in the kernel that makes the norm's."""
