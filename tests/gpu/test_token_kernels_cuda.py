@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from ithaca.engine.model.gated import gated
+from ithaca.engine.model.norm import epsilon_of, fused_norm
 from ithaca.engine.model.presets import preset_config
 from ithaca.engine.model.rope import rotate
 from ithaca.engine.model.token_kernels import Rotated, TokenKernels
@@ -53,6 +55,25 @@ def test_a_sum_and_its_norm(shape: tuple[int, ...], adds: bool):
         assert ours is not None and (ours - theirs).norm() <= 2**-8 * theirs.norm()
     alone, none = KERNELS.norm_backward(total, weight, scales, dnormed, None, learn=False)
     assert none is None and (alone - dx).norm() <= 2**-8 * dx.norm()
+
+
+@pytest.mark.parametrize(("kind", "plus"), [(Qwen3NextRMSNorm, 1.0), (Qwen3NextRMSNormGated, 0.0)])
+def test_norms_that_add_one_or_are_gated(kind: Any, plus: float):
+    """Rows of a head, as they come out of a split: not dense."""
+    has_gate = kind is Qwen3NextRMSNormGated
+    norm = kind(256).to("cuda", torch.bfloat16)
+    norm.weight.data = bf16(256, scale=0.1) + (1.0 - plus)
+    given = [t.requires_grad_() for t in bf16(2, 1, 500, 4, 512)[..., :256].unbind()[: 1 + has_gate]]
+    grad, leaves = bf16(1, 500, 4, 256), [*given, norm.weight]
+    found = fused_norm(norm, tuple(given), plus, KERNELS)
+    assert found is not None
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    wanted = F.rms_norm(exact[0], (256,), plus + exact[-1], epsilon_of(norm)) * (F.silu(exact[1]) if has_gate else 1.0)
+    pairs = zip(
+        torch.autograd.grad(found, leaves, grad), torch.autograd.grad(wanted, exact, grad.double()), strict=True
+    )
+    for ours, theirs in [(found, wanted), *pairs]:
+        assert (ours - theirs).norm() <= 2**-8 * theirs.norm()
 
 
 def test_products_within_a_rounding():

@@ -131,6 +131,10 @@ def _check_packed(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
+# Rows, columns of [zero, what has come, own tokens] that a convolution goes over, and where own tokens are then.
+Line = tuple[slice, Tensor, Tensor]
+
+
 # -- a sequence on its ranks ----------------------------------------------------------------------------------------------
 
 
@@ -144,15 +148,21 @@ class Spread:
     heads_per_stage: int | None
     kernels: MixerKernels
     halos: dict[tuple[int, torch.device], Halo] = field(default_factory=dict)
+    tiles: dict[int, Spread] = field(default_factory=dict)
+    gathers: dict[tuple[int, torch.device], list[Line]] = field(default_factory=dict)
 
     def tile(self, part: slice) -> Spread:
         """Of these tokens alone, counted from the first of them: a document that has begun before begins below 0."""
-        length = part.stop - part.start
-        documents = [
-            [(a - part.start, min(b - part.start, length)) for a, b in row if a < part.stop and b > part.start]
-            for row in self.documents
-        ]
-        return replace(self, layout=Layout(length, 1, 1), documents=documents, halos={})
+        if part.start not in self.tiles:
+            length = part.stop - part.start
+            documents = [
+                [(a - part.start, min(b - part.start, length)) for a, b in row if a < part.stop and b > part.start]
+                for row in self.documents
+            ]
+            self.tiles[part.start] = replace(
+                self, layout=Layout(length, 1, 1), documents=documents, halos={}, tiles={}, gathers={}
+            )
+        return self.tiles[part.start]
 
     def pieces(self, rank: int) -> list[tuple[int, int]]:
         """The token ranges of a rank, in the order in which they lie there."""
@@ -183,6 +193,14 @@ class Spread:
     def spans(self) -> list[Span]:
         return [(rows, start, stop) for rows, bounds in self.row_groups() for start, stop in bounds]
 
+    def lines(self, tokens: int, wanted: list[int], device: torch.device) -> list[Line]:
+        """How a convolution over `tokens` tokens and the one itself sees rows, where `wanted` have come from elsewhere."""
+        if (tokens, device) not in self.gathers:
+            self.gathers[tokens, device] = [
+                (rows, *_line(self, tokens, wanted, bounds, device)) for rows, bounds in self.row_groups()
+            ]
+        return self.gathers[tokens, device]
+
     def halo(self, tokens: int, device: torch.device) -> Halo:
         """What a convolution over `tokens` tokens and the one itself needs; made once per batch."""
         if (tokens, device) not in self.halos:
@@ -202,9 +220,7 @@ class Halo:
     send: Tensor  # places of this rank's tokens that go to the others, rank by rank
     counts: tuple[list[int], list[int]]  # of tokens that go to each rank, that come from each
     order: Tensor  # where in what has come the tokens lie as this rank lists them
-    lines: list[
-        tuple[slice, Tensor, Tensor]
-    ]  # rows, columns of [zero, what has come, own tokens], and where own tokens are then
+    lines: list[Line]
 
     @classmethod
     def of(cls, spread: Spread, tokens: int, device: torch.device) -> Halo:
@@ -228,7 +244,7 @@ class Halo:
             torch.tensor([place for part in going for place in part], dtype=torch.int64).to(device),
             ([len(part) for part in going], [len(part) for part in coming]),
             torch.tensor([arrived.index(t) for t in mine], dtype=torch.int64).to(device),
-            [(rows, *_line(spread, tokens, mine, bounds, device)) for rows, bounds in spread.row_groups()],
+            spread.lines(tokens, mine, device),
         )
 
 
@@ -274,8 +290,7 @@ def convolve(
         tile.left.append(line[:, line.shape[1] - tokens :])
         if alone and all(row[0][0] <= -tokens or not tile.came for row in spread.documents):
             return convolved(line)[:, tokens:].mT
-        before = list(range(-tokens, 0))
-        lines = [(rows, *_line(spread, tokens, before, bounds, x.device)) for rows, bounds in spread.row_groups()]
+        lines = spread.lines(tokens, list(range(-tokens, 0)), x.device)
     elif alone and spread.group.size == 1:
         return convolved(x).mT
     else:
@@ -470,11 +485,12 @@ class Tile:
 
     def scan(self, call: Call, tensors: Tensors, repeats: int | None) -> Tensor:
         came = self.came[len(self.left)] if self.came else None
-        heads, (_, tokens) = tensors[call.scan.out].shape[2], tensors[call.scan.out].shape[:2]
+        _, tokens, heads = tensors[call.scan.out].shape[:3]
         if (self.spread.heads_per_stage or heads) >= heads and tokens <= call.scan.segment:
-            # with the graph of the tile: to scan again would take as much
+            # in the graph of the tile: to scan again in backward would take as much
             call = replace(call, function=self.spread.kernels.scan(call, tensors))
-            each = {n: t.repeat_interleave(heads // t.shape[2], 2) for n, t in tensors.items() if n in call.scan.shared}
+            shared = [name for name in call.scan.shared if tensors[name].shape[2] < heads]
+            each = {name: tensors[name].repeat_interleave(heads // tensors[name].shape[2], 2) for name in shared}
             out, left = scans.forward(call, tensors | each, self.spread.spans(), came)
         else:
             work, tensors = scan_of(self.spread, call, tensors, repeats)
