@@ -13,7 +13,7 @@ from ithaca.verify.families import all_types, page, try_type
 
 ROOT = Path(__file__).parents[2]
 # others: tests/parity/test_any_decoder.py
-EXACT = ["glm4_moe", "phi3"]
+EXACT = ["glm4_moe", "nemotron_h", "phi3"]
 EXACT += ["gemma4_text", "qwen2_moe", "starcoder2"] if os.environ.get("ITHACA_FAMILIES") == "long" else []
 REFUSED = {
     "llama4_text": r"layers\.2\.self_attn\.o_proj",  # positions counted from 0, whatever it is given

@@ -29,7 +29,7 @@ from ..tiling import differentiate
 log = logging.getLogger("ithaca")
 module_holds(__name__, "attention")
 
-CHUNK = 64  # tokens that formulas and kernels compute at once: a state passed on between whole ones changes no number
+CHUNK = 64  # tokens that a gated delta net computes at once: a state passed on between whole ones changes no number
 LIMIT = 0.05  # relative, of a kernel in half precision: rounding is a tenth of it
 
 # Rows, first token, end: documents that begin and end alike. One that begins below 0 has begun before what is here.

@@ -95,7 +95,8 @@ class _Weight(NamedTuple):
 def _weight(module: Any, name: str) -> _Weight | None:
     """None where it is something else that only its owner can make."""
     if not parametrize.is_parametrized(module, name):
-        return _Weight(getattr(module, name))
+        own = getattr(module, name, None)  # experts without a gate have another (Nemotron-H)
+        return None if own is None else _Weight(own)
     made = module.parametrizations[name]
     proxy: Any = made[0]
     # while PEFT runs experts with one adapter, it lets this stand for the weight, which nobody has asked for yet
