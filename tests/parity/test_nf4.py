@@ -35,7 +35,7 @@ def model_of(kind: str) -> Any:
         randomize(model, 1)
     else:
         wide: dict[str, Any] = dict(intermediate_size=128)
-        if kind in ("qwen3_moe", "gpt_oss"):  # the reference has no loss of the router
+        if kind in ("qwen2_moe", "qwen3_moe", "gpt_oss"):  # the reference has no loss of the router
             wide |= dict(moe_intermediate_size=64, output_router_logits=False)
             wide |= dict(shared_expert_intermediate_size=64) if kind == "qwen2_moe" else {}
         model = tiny(kind, **wide)

@@ -74,6 +74,16 @@ def test_layers_that_are_alike_hold_what_was_executed(oss: Any):
     assert abs(some.snapshot - states * 3 // 2) < 0.01 * states, "the trained weights and two averages of them, in fp32"
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text"] + ["glm4_moe", "bamba"] * (os.environ.get("ITHACA_PLANS") == "long"))
+def test_tiles_that_are_alike_hold_what_was_executed(kind: str):
+    """By tiles of its mixers and MLPs, a short one last; every tile against some."""
+    config, stack = smallest(kind), Stack(engine="module", tile=64, recompute="keep_attention", store="gpu")
+    some, every = (dry_run(job_of(config, stack, 1, 8 * 64 + 20), config, every=each) for each in (False, True))
+    assert {p: sum(by.values()) for p, by in some.phases.items()} == {
+        p: sum(by.values()) for p, by in every.phases.items()
+    }
+
+
 @pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="scans walked chunk by chunk, 20 s: make plans")
 @pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
 def test_the_stand_in_of_a_scan_takes_what_its_formula_does(recompute: str, monkeypatch: pytest.MonkeyPatch):

@@ -429,12 +429,17 @@ class TiledMixer(torch.autograd.Function):
         return dx, None, None, None, *(sums.take(p) for p in ctx.parameters)
 
 
+def mixer_tile(module: nn.Module, tile: int | None) -> int | None:
+    """In whole chunks of its scan."""
+    chunk: int = getattr(module, "chunk_size", CHUNK)  # pyright: ignore[reportAssignmentType]
+    return None if tile is None else -(-tile // chunk) * chunk
+
+
 def run_mixer(module: nn.Module, forward: Callable[..., Any], tile: int | None, args: Any, kwargs: Any) -> Any:
     """A linear mixer, by tiles where this rank has the whole sequence and it was called with tokens and no other tensor."""
     call, given = running_call(), {**dict(zip(("hidden_states",), args, strict=False)), **kwargs}
     x = given.pop("hidden_states", None)
-    chunk = getattr(module, "chunk_size", CHUNK)  # Mamba-2's own
-    tile = None if tile is None else -(-tile // chunk) * chunk
+    tile = mixer_tile(module, tile)
     if (
         call is None or tile is None or not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tile or len(args) > 1
         or call.fold > 1 or call.spread().group.size > 1 or any(isinstance(t, Tensor) for t in tree_flatten(given)[0])

@@ -1,4 +1,4 @@
-"""Layers of a model's own code that a dry run leaves out, because others of their kind hold what they hold.
+"""Layers and tiles of a model's own code that a dry run leaves out, because others of their kind hold what they hold.
 
 The whole model is there, with the weights of every layer, and FSDP2 gathers and reduces them all. Of each kind of layer the first
 two and the last two run; the others have a stand-in for their own forward, which makes tensors of the sizes that the second of
@@ -8,6 +8,9 @@ store, how it leaves and comes back. So nothing is estimated but the inside of a
 A kind is what the modules of a layer look like (classes, shapes, plain settings), what the config says of it, and what the stack
 asks of it. What is held between layers grows or falls evenly from one to the next, so no layer of a kind holds more than its first
 or its last. Where a layer is given a mapping to leave something in for later ones, or nothing is computed again, every layer runs.
+
+Of the tiles of an MLP or a linear mixer the first three and the last two run: from the third on all sums of gradients are there,
+and the last may be short. The others make what the second has made. So the time of a dry run does not follow the context.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...base.holding import holds
-from ...engine.layer.module import running_call
+from ...engine.layer.module import mixer_tile, running_call
 from ...engine.model.shrink import layer_kind, per_layer
 from ...engine.own import OwnDecoder, OwnLayer
 from ...engine.run import Run
@@ -111,6 +114,68 @@ def _watched(own: Any, seen: _Seen) -> Any:
         return result
 
     return forward
+
+
+@contextmanager
+def alike_tiles(run: Run, tokens: int) -> Iterator[None]:
+    """tokens: of this rank."""
+    decoder = run.decoder
+    assert isinstance(decoder, OwnDecoder)
+    whole: list[tuple[Any, str, tuple[Any, ...]]] = []
+    if decoder.tile is not None and decoder.tiles:
+        for layer in decoder.layers:
+            for part in layer.parts:
+                whole.append((part, "_part_of_ithaca", part._part_of_ithaca))  # pyright: ignore[reportArgumentType]
+            if run.mesh.sequence.size == 1:  # otherwise mixers are not tiled
+                whole += [(part, "_mixer_of_ithaca", part._mixer_of_ithaca) for part in layer.mixers]  # pyright: ignore
+    for part, name, found in whole:
+        size = mixer_tile(part, decoder.tile) if name.startswith("_mixer") else decoder.tile
+        setattr(part, name, (*found[:-1], _Tiles(part, found[-1], -(-tokens // (size or tokens)))))
+    try:
+        yield
+    finally:
+        for part, name, found in whole:
+            setattr(part, name, found)
+
+
+@dataclass
+class _Tiles:
+    """The forward of a part that is called `count` times in a row."""
+
+    part: Any
+    own: Any
+    count: int
+    calls: dict[bool, int] = field(default_factory=dict)  # with and without a graph
+    second: dict[bool, tuple[torch.Size, _Seen]] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            self._tile(*args, **kwargs) if len(args) == 1 and isinstance(args[0], Tensor) else self.own(*args, **kwargs)
+        )
+
+    def _tile(self, x: Tensor, **given: Any) -> Any:
+        graph, tile = torch.is_grad_enabled(), getattr(running_call(), "tile", None)
+        at = self.calls.get(graph, 0) % self.count
+        self.calls[graph] = self.calls.get(graph, 0) + 1
+        shape, seen = self.second.get(graph, (None, None))
+        if seen is None or shape != x.shape or at < 3 or at >= self.count - 2:
+            result = self.own(x, **given)
+            if at == 1:
+                flat, spec = tree_flatten(result)
+                left = [] if tile is None else tile.left
+                self.second[graph] = (
+                    x.shape,
+                    _Seen(spec, [_sizes(t) if isinstance(t, Tensor) else t for t in (*flat, *left)]),
+                )
+            return result
+        came = [] if tile is None else tile.came
+        inputs = [t for t in (x, *came, *self.part.parameters()) if t.requires_grad]
+        tensors = iter(_Inside.apply(seen, *inputs) if graph else map(_empty, filter(_is_sizes, seen.outputs)))
+        flat = [next(tensors) if _is_sizes(t) else t for t in seen.outputs]  # pyright: ignore[reportArgumentType]
+        assert seen.spec is not None
+        if tile is not None:
+            tile.left += flat[seen.spec.num_leaves :]
+        return tree_unflatten(flat[: seen.spec.num_leaves], seen.spec)
 
 
 def _stand_in(decoder: OwnDecoder, layer: OwnLayer, seen: _Seen) -> Any:
