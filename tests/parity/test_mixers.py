@@ -16,7 +16,7 @@ LONG = os.environ.get("ITHACA_FAMILIES") == "long"
 TRIALS = [
     Trial("qwen3_next", Stack(ulysses=2, heads_per_stage=1, store="host"), packed=True),
     Trial("qwen3_5_text", Stack(ulysses=2, ring=2, recompute="layer"), packed=True, lora=True),
-    Trial("qwen3_5_moe_text", Stack(tile=64), packed=True, rows=2, length=205),
+    Trial("qwen3_5_text", Stack(tile=64), packed=True, rows=2, length=205),
 ]
 KEPT = [("none", "gpu"), ("layer", "gpu"), ("layer", "host"), ("layer", "disk")]
 KEPT += [("keep_attention", store) for store in ("gpu", "host", "disk")]

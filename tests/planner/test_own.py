@@ -74,7 +74,8 @@ def test_layers_that_are_alike_hold_what_was_executed(oss: Any):
     assert abs(some.snapshot - states * 3 // 2) < 0.01 * states, "the trained weights and two averages of them, in fp32"
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text"] + ["glm4_moe", "bamba"] * (os.environ.get("ITHACA_PLANS") == "long"))
+@pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="every tile of a model executed, 20 s: make plans")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe", "bamba"])
 def test_tiles_that_are_alike_hold_what_was_executed(kind: str):
     """By tiles of its mixers and MLPs, a short one last; every tile against some."""
     config, stack = smallest(kind), Stack(engine="module", tile=64, recompute="keep_attention", store="gpu")

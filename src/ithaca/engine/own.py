@@ -28,7 +28,8 @@ from .attention.interface import Asked, Unsupported, attending, configs_of, in_r
 from .attention.stages import Shape, StagedAttention
 from .batch import Batch
 from .layer.mixer import Spread, doors_of, mixing
-from .layer.module import ModuleCall, run_mixer, run_module_layer, run_tiled, running_call
+from .layer.mixer_tiles import run_mixer
+from .layer.module import ModuleCall, run_module_layer, run_tiled, running_call
 from .model.adapter import base_model, check_state, lora_violations
 from .model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from .model.families import config_violations

@@ -269,36 +269,30 @@ def _line(
 
 
 def convolve(
-    spread: Spread,
-    function: Callable[..., Any],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Any,
-    tile: Tile | None = None,
+    spread: Spread, function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any
 ) -> Tensor:
     """x [B, C, s] of this rank's tokens, weight [C, tokens of the convolution] -> [B, C, s]"""
-    chosen, tokens = spread.kernels.convolution(function, x, weight, bias, activation), weight.shape[1] - 1
+    kernel = token_by_token(spread, function, x, weight, bias, activation)
+    if spread.group.size == 1 and all(len(row) == 1 for row in spread.documents):
+        return kernel(x.mT).mT
+    halo = spread.halo(weight.shape[1] - 1, x.device)
+    come: Any = _Fetch.apply(x, halo)
+    return along_lines(kernel, come.mT, x.mT, halo.lines).mT
 
-    def convolved(t: Tensor) -> Tensor:
-        return chosen(t.mT, weight, bias, activation=activation).mT
 
-    alone, x = all(len(row) == 1 for row in spread.documents), x.mT  # token by token, as a linear has made them
-    if tile is not None:
-        come = tile.came_to(lambda: torch.zeros_like(x[:, :1]).expand(-1, tokens, -1))
-        line = torch.cat((come, x), 1)
-        tile.left.append(line[:, line.shape[1] - tokens :])
-        if alone and all(row[0][0] <= -tokens or not tile.came for row in spread.documents):
-            return convolved(line)[:, tokens:].mT
-        lines = spread.lines(tokens, list(range(-tokens, 0)), x.device)
-    elif alone and spread.group.size == 1:
-        return convolved(x).mT
-    else:
-        halo = spread.halo(tokens, x.device)
-        come, lines = _Fetch.apply(x.mT, halo).mT, halo.lines  # pyright: ignore[reportOptionalMemberAccess]
+def token_by_token(
+    spread: Spread, function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any
+) -> Callable[[Tensor], Tensor]:
+    """The kernel that is chosen for a convolution, of [B, s, C]: as linears make its input and take what it returns."""
+    chosen = spread.kernels.convolution(function, x, weight, bias, activation)
+    return lambda t: chosen(t.mT, weight, bias, activation=activation).mT
+
+
+def along_lines(kernel: Callable[[Tensor], Tensor], come: Tensor, x: Tensor, lines: list[Line]) -> Tensor:
+    """come [B, ·, C] from elsewhere, x [B, s, C] -> [B, s, C]"""
     pool = torch.cat((torch.zeros_like(x[:, :1]), come, x), 1)
-    parts = [convolved(pool[rows].index_select(1, columns)).index_select(1, kept) for rows, columns, kept in lines]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).mT
+    parts = [kernel(pool[rows].index_select(1, columns)).index_select(1, kept) for rows, columns, kept in lines]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Fetch(torch.autograd.Function):
@@ -466,54 +460,3 @@ def scan_of(spread: Spread, call: Call, tensors: Tensors, repeats: int | None) -
         )
     call = replace(call, function=spread.kernels.scan(call, tensors))
     return HeadScan(spread, call, tuple(tensors), heads, shared), tensors
-
-
-# -- tiles --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Tile:
-    """Some tokens of a mixer: what its functions left after the tokens before, in the order of their calls, and what they leave."""
-
-    spread: Spread
-    came: list[Tensor]  # nothing: it is the first
-    left: list[Tensor] = field(default_factory=list)
-
-    def came_to(self, first: Callable[[], Tensor]) -> Tensor:
-        """What came to the function that is called next."""
-        return self.came[len(self.left)] if self.came else first()
-
-    def scan(self, call: Call, tensors: Tensors, repeats: int | None) -> Tensor:
-        came = self.came[len(self.left)] if self.came else None
-        _, tokens, heads = tensors[call.scan.out].shape[:3]
-        if (self.spread.heads_per_stage or heads) >= heads and tokens <= call.scan.segment:
-            # in the graph of the tile: to scan again in backward would take as much
-            call = replace(call, function=self.spread.kernels.scan(call, tensors))
-            shared = [name for name in call.scan.shared if tensors[name].shape[2] < heads]
-            each = {name: tensors[name].repeat_interleave(heads // tensors[name].shape[2], 2) for name in shared}
-            out, left = scans.forward(call, tensors | each, self.spread.spans(), came)
-        else:
-            work, tensors = scan_of(self.spread, call, tensors, repeats)
-            out, left = _TileScan.apply(work, came, *tensors.values())  # pyright: ignore[reportGeneralTypeIssues]
-        assert isinstance(left, Tensor)
-        self.left.append(left)
-        return out
-
-
-class _TileScan(torch.autograd.Function):
-    """One scan of a tile; backward scans again, a stage of heads at a time."""
-
-    @staticmethod
-    def forward(ctx, work: HeadScan, came: Tensor | None, *tensors: Tensor):
-        out, left = work.forward(dict(zip(work.names, tensors, strict=True)), came)
-        assert left is not None
-        ctx.work, ctx.came = work, came
-        ctx.save_for_backward(*tensors)
-        return out, left
-
-    @staticmethod
-    def backward(ctx, dout: Tensor, dleft: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        work: HeadScan = ctx.work
-        tensors = dict(zip(work.names, ctx.saved_tensors, strict=True))
-        grads, dcame = work.backward(tensors, dout, ctx.came, dleft)
-        return None, dcame, *(grads[name] for name in work.names)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...base.holding import holds, module_holds
 from ..attention.interface import Asked, attending, current
-from ..attention.scan import CHUNK, Call, Tensors
+from ..attention.scan import Call, Tensors
 from ..attention.stages import StagedAttention
 from ..offload.store import Store
 from ..tiling import Gradients, differentiate, tiles
 from .heads import to_heads_first, to_tokens_first
-from .mixer import HeadScan, Spread, Tile, convolve, scan_of
+from .mixer import HeadScan, Spread, convolve, scan_of
+
+if TYPE_CHECKING:
+    from .mixer_tiles import Tile
 
 module_holds(__name__, "kept")
 
@@ -89,7 +92,7 @@ class ModuleCall:
     ) -> Tensor:
         """x [B, C, s] of this rank's tokens, as a mixer's own convolution takes it."""
         if self.tile is not None:
-            return convolve(self.tile.spread, function, x, weight, bias, activation, self.tile)
+            return self.tile.convolve(function, x, weight, bias, activation)
         rows, channels, tokens = x.shape
         if self.fold > 1:
             x = x.view(-1, self.fold, channels, tokens).transpose(1, 2).reshape(-1, channels, self.fold * tokens)
@@ -382,74 +385,6 @@ def run_tiled(module: nn.Module, forward: Callable[..., Any], tile: int | None, 
     if tile is None or not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tile:
         return forward(*args, **kwargs)
     return TiledModule.apply(x, forward, tile, *(p for p in module.parameters() if p.requires_grad))
-
-
-class TiledMixer(torch.autograd.Function):
-    """A mixer, a tile of tokens at a time, from what the tile before has left (mixer.py); backward computes a tile again."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, forward: Callable[[Tensor], Tensor], call: ModuleCall, tile: int, *parameters: Tensor):
-        parts = tiles(x.shape[1], tile)
-        if call.replay is not None:
-            out, left = call.replay.pop(0)
-        else:
-            values, came, left = [], [], []
-            for part in parts:
-                now = Tile(call.spread().tile(part), came)
-                with call.running(now):
-                    values.append(forward(x[:, part].contiguous()))
-                came = [t.clone() for t in now.left]  # of a view, or the whole tile would stay
-                left += came if part is not parts[-1] else []
-            out = torch.cat(values, 1)
-            if call.keeping:
-                call.kept.append((out, left))
-        ctx.forward, ctx.call, ctx.parts, ctx.parameters = forward, call, parts, parameters
-        ctx.save_for_backward(x, *left)
-        return out
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x, *left), call, parts = ctx.saved_tensors, ctx.call, ctx.parts
-        calls = len(left) // (len(parts) - 1)  # of convolutions and scans, each of which left something
-        dx, sums, dleft = torch.empty_like(x), Gradients(), []
-        for index, part in reversed(list(enumerate(parts))):
-            came = [t.detach().requires_grad_() for t in left[(index - 1) * calls : index * calls]] if index else []
-            now = Tile(call.spread().tile(part), came)
-            with torch.enable_grad(), call.running(now):
-                leaf = x[:, part].detach().contiguous().requires_grad_()
-                value = ctx.forward(leaf)
-            outputs = [value, *(now.left if dleft else [])]
-            found = differentiate(outputs, [dy[:, part], *dleft], [leaf, *came, *ctx.parameters])
-            dx[:, part] = 0.0 if found[0] is None else found[0]
-            dleft = [
-                torch.zeros_like(t) if d is None else d for t, d in zip(came, found[1 : 1 + len(came)], strict=True)
-            ]
-            sums.add(ctx.parameters, found[1 + len(came) :])
-            del found
-        return dx, None, None, None, *(sums.take(p) for p in ctx.parameters)
-
-
-def mixer_tile(module: nn.Module, tile: int | None) -> int | None:
-    """In whole chunks of its scan."""
-    chunk: int = getattr(module, "chunk_size", CHUNK)  # pyright: ignore[reportAssignmentType]
-    return None if tile is None else -(-tile // chunk) * chunk
-
-
-def run_mixer(module: nn.Module, forward: Callable[..., Any], tile: int | None, args: Any, kwargs: Any) -> Any:
-    """A linear mixer, by tiles where this rank has the whole sequence and it was called with tokens and no other tensor."""
-    call, given = running_call(), {**dict(zip(("hidden_states",), args, strict=False)), **kwargs}
-    x = given.pop("hidden_states", None)
-    tile = mixer_tile(module, tile)
-    if (
-        call is None or tile is None or not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tile or len(args) > 1
-        or call.fold > 1 or call.spread().group.size > 1 or any(isinstance(t, Tensor) for t in tree_flatten(given)[0])
-    ):  # fmt: skip
-        return forward(*args, **kwargs)
-
-    def of(t: Tensor) -> Tensor:
-        return forward(t, **given)
-
-    return TiledMixer.apply(x, of, call, tile, *(p for p in module.parameters() if p.requires_grad))
 
 
 def _fold(t: Tensor, ranks: int) -> Tensor:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...base.holding import holds
-from ...engine.layer.module import mixer_tile, running_call
+from ...engine.layer.mixer_tiles import mixer_tile
+from ...engine.layer.module import running_call
 from ...engine.model.shrink import layer_kind, per_layer
 from ...engine.own import OwnDecoder, OwnLayer
 from ...engine.run import Run
