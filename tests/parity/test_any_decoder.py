@@ -34,17 +34,17 @@ class Trial:
     length: int = LENGTH
 
 
-def errors_of(trial: Trial, device: str = "cpu") -> dict[str, float]:
+def errors_of(trial: Trial, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Collective; complete on rank 0."""
     from transformers import AutoModelForCausalLM
 
     config = smallest(trial.kind)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
     randomize(model, 1)
-    model = add_lora(model, 2) if trial.lora else model
+    model = (add_lora(model, 2) if trial.lora else model).to(dtype)
     own = copy.deepcopy(model)
     # some of them have a row in the table by now
-    run = prepare(model.to(device), replace(trial.stack, engine="module"), device=device, dtype=torch.float32)
+    run = prepare(model.to(device), replace(trial.stack, engine="module"), device=device, dtype=dtype)
     rows = trial.rows * run.mesh.data.size
     ids = torch.randint(0, TEXT, (rows, trial.length), generator=torch.Generator().manual_seed(3))
     documents = DOCUMENTS[trial.length][:rows] if trial.packed else None

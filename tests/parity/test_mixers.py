@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import product
 
 import pytest
+import torch
 
-from ithaca.engine.proof import LIMIT
+from ithaca.engine.proof import LIMIT, NEAR
 from ithaca.stack import Stack
 
 from .test_any_decoder import LENGTH, Trial, errors_of
@@ -62,7 +64,8 @@ def test_parity(workers, trial: Trial):
     world = max(2, trial.stack.context_ranks * trial.stack.replicate)
     errors = workers.run(errors_of, trial, world=world)[0]
     assert len(errors) > 8
-    # of decays, whose gradients cancel, float32 has no more where heads are few: as much apart with no tiles and on one rank
-    limit = LIMIT if trial.kind in QWEN else 2 * LIMIT
-    missed = {name: error for name, error in errors.items() if not error <= limit}
+    if trial.kind not in QWEN and LIMIT < max(errors.values()) < NEAR:
+        # as a proof does: gradients of decays cancel, and float32 has no more of them, tiles or none
+        errors = workers.run(partial(errors_of, dtype=torch.float64), trial, world=world)[0]
+    missed = {name: error for name, error in errors.items() if not error <= LIMIT}
     assert not missed, (trial, missed)

@@ -153,7 +153,7 @@ def _agree(device: torch.device) -> bool:
         normed = F.rms_norm(leaves[0], weight.shape, leaves[1], 1e-5)
     dtotal, dweight = torch.autograd.grad(normed, leaves, grad.float())
     wanted = [
-        total, normed.detach(), grad + dtotal, dweight,
+        total, normed.detach(), grad + dtotal, dweight, normed.detach(), dtotal,
         rotate(gate, cos.unsqueeze(2), sin.unsqueeze(2)), rotate(gate, cos.unsqueeze(2), -sin.unsqueeze(2)), active * up,
         active * up, *(gradients := (torch.ops.aten.silu_backward(grad * up, gate), grad * active)),
         (active * up).view(30, 64), torch.cat(gradients, -1).view(30, 128),
@@ -161,6 +161,8 @@ def _agree(device: torch.device) -> bool:
     try:
         added, normed, scales = kernels.add_norm(gate, up, weight, 1e-5)
         found = [added, normed, *kernels.norm_backward(added, weight, scales, grad, grad, True)]
+        _, alone, scales = kernels.add_norm(total, None, weight.float(), 1e-5)  # as norms of 1 + weight have it
+        found += [alone, kernels.norm_backward(total, weight.float(), scales, grad, None, False)[0]]
         found += [kernels.rotate(gate, cos, sin, back) for back in (False, True)]
         wide, whole = torch.cat((gate, up), -1).view(30, 128), gate.new_ones(30)
         both = kernels.expert_backward(wide, grad.reshape(30, 64), whole)[:2]  # before grad is written over
