@@ -73,7 +73,7 @@ def row(options: argparse.Namespace, away: bool, device: torch.device) -> list[s
     return [
         where, f"{best[0]:.2f} s", f"{said.speed.seconds:.2f} s", f"{best[1]:.2f} s", f"{took:.2f} s",
         f"{best[1] / best[0]:.1%}", format_bytes(peak) if cuda else "-", format_bytes(said.allocated),
-        f"{said.allocated / peak - 1:+.1%}" if cuda else "-", format_bytes(held), format_bytes(said.memory.host),
+        f"{said.allocated / peak - 1:+.1%}" if cuda else "-", format_bytes(held), format_bytes(said.memory.host + said.besides),
     ]  # fmt: skip
 
 

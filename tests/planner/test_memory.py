@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ithaca
+import ithaca.engine.layer.cost as layer_cost
 from ithaca.engine.cost import RankCost
 from ithaca.engine.job import Job
 from ithaca.engine.limits import IN_FLIGHT
 from ithaca.engine.model.families import FAMILIES
 from ithaca.engine.model.presets import PRESETS
 from ithaca.engine.model.sizes import ModelSizes, read_sizes, sizes_of
+from ithaca.engine.offload import host_cache, transfer
 from ithaca.engine.offload.cost import InFlight
 from ithaca.engine.sequence import Layout
 from ithaca.planner.config import hf_config
@@ -141,6 +144,28 @@ def test_layers_that_differ_are_walked_one_by_one():
     assert spelled.phases == alike.phases
     fewer = predict(replace(job, stack=replace(job.stack, recompute=("keep_attention",) * 3 + ("layer",) * 3)))
     assert fewer.peak < alike.peak
+
+
+@pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
+@pytest.mark.parametrize("kept", [0, 2**19, 2**30], ids=["ahead", "some", "all"])
+def test_what_a_disk_store_keeps_near(recompute: str, kept: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """What it was given last where that is more, else what it reads ahead."""
+    monkeypatch.setattr(transfer, "CHUNK", 2**13)
+    for module in (host_cache, layer_cost):
+        monkeypatch.setattr(module, "HOST_CACHE", kept)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
+    )  # fmt: skip
+    stack = Stack(store="disk", recompute=recompute, tile=256, heads_per_stage=2, hold=True, shard_parameters=False)
+    run = ithaca.prepare(
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), stack, scratch=tmp_path, dtype=torch.bfloat16
+    )
+    run.loss(run.shard(torch.randint(0, 128, (1, 2048)))).backward()
+    memory = predict(Job(sizes_of(config.to_dict(), "small"), stack, 2048))
+    held = run.store.host_bytes - run.store.scratch_store.held_bytes
+    assert 0.9 * memory.near <= held <= memory.near <= memory.disk == run.store.held_bytes
+    assert (held == memory.disk) == (kept == 2**30)
+    run.store.close()
 
 
 def test_a_config_says_what_is_missing(tmp_path: Path):

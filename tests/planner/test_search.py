@@ -423,8 +423,11 @@ assert not {{"torch", "rich"}} & set(sys.modules)
 
 def test_the_plan_beside_what_came():
     found = plan("llama32_1b", context="64K", gpus="1xH200")
-    said = beside(found, found.allocated * 11 // 10, found.speed.seconds * 1.5)
+    peak, took = found.allocated * 11 // 10, found.speed.seconds * 1.5
+    said = beside(found, peak, took, longest=found.context)
     assert said.startswith("plan: ") and "(+10.0%)" in said and said.endswith("s (+50.0%)")
+    packed = beside(found, peak, took, longest=1000)
+    assert packed == said + "; planned for documents of 65,536 tokens, here the longest has 1,000"
 
 
 def test_a_plan_goes_straight_into_prepare():

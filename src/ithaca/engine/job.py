@@ -120,6 +120,7 @@ class Memory:
     disk: int = 0
     offloaded: int = 0  # of what is on the host: weights, gradients and states
     snapshot: int = 0  # copies in host memory that an asynchronous checkpoint is written from
+    near: int = 0  # of what is on disk, kept in host memory too where that is free
 
     @property
     def peak(self) -> int:

@@ -27,6 +27,9 @@ where attention takes seconds."""
 IN_FLIGHT = 2**30
 """Bytes of puts under way whose sources are held before a further put waits; two always may."""
 
+HOST_CACHE = 2**32
+"""Bytes of host memory in which a disk store keeps what it was given last."""
+
 TABLE_BYTES = 2**27
 """Of cos and sin of all tokens of a rank, up to which they are kept: 256K tokens of heads of 128 in bf16."""
 

@@ -32,6 +32,7 @@ class StepTimer:
         self, *, warm_up: int = WARM_UP, window: int = WINDOW, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._clock = clock
+        self.count = 0  # steps so far
         self._cold = warm_up  # warm-up steps still to come
         self._steps: deque[float] = deque(maxlen=window)
         self._rough: float | None = None  # the last warm-up step: better than nothing
@@ -51,6 +52,7 @@ class StepTimer:
         assert self._began is not None, "end without begin"
         self._ended = self._clock()
         seconds, self._began = self._ended - self._began, None
+        self.count += 1
         if self._cold:
             self._cold -= 1
             self._rough = seconds
@@ -97,14 +99,10 @@ class Gauge:
 
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-        on_disk = report.kind == "disk"
-        host = (
-            self._store.scratch_store.held_bytes if on_disk else report.held_bytes
-        )  # a disk store keeps short stays in memory
         return {
             "gpu_peak": peak,
-            "host_peak": host if report.kind in ("host", "disk") else 0,
-            "disk_peak": report.held_bytes if on_disk else 0,
+            "host_peak": self._store.host_bytes,
+            "disk_peak": report.held_bytes if report.kind == "disk" else 0,
             "copy_wait": report.exposed_seconds,
         }
 

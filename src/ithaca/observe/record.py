@@ -51,7 +51,7 @@ class StepRecord:
     gpu_peak: int | None = _shown("GPU peak", "room", "size", "gpu", default=None)
     host_peak: int = _shown(
         "host", "room", "size", "host", default=0
-    )  # bytes of the store in host memory, largest over ranks
+    )  # bytes of the store in host memory, what a disk store keeps near among them; largest over ranks
     disk_peak: int = _shown("disk", "room", "size", "disk", default=0)  # bytes of the store on disk, largest over ranks
     # seconds that computation waited for the store
     copy_wait: float = _shown(

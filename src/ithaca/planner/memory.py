@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from ..engine.cost import RankCost
 from ..engine.job import Job, Memory
-from ..engine.layer.cost import Snapshot, backward, forward, stored
+from ..engine.layer.cost import Snapshot, backward, forward, near, stored
 from ..engine.limits import IN_FLIGHT
 from ..engine.objective.cost import embedding, log_probs, loss
 from ..engine.offload.cost import InFlight
@@ -46,6 +46,7 @@ def predict(job: Job) -> Memory:
         disk=waiting["disk"],
         offloaded=offloaded,
         snapshot=rank.shard_gradients + rank.states if job.asynchronous else 0,
+        near=near(rank) if waiting["disk"] else 0,
     )
 
 

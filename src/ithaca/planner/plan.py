@@ -17,6 +17,7 @@ CONTEXT = 1.2e9  # bytes of the CUDA context and of NCCL's buffers
 WORKSPACE = 0.1e9  # of matrix products
 SLACK = 0.03  # of the peak, that the allocator holds in holes between blocks
 HOST_SHARE = 0.85  # of a machine's memory that may be pinned
+PROCESS = int(2e9)  # bytes of a process that trains: Python, torch, CUDA and kernels; 1.5 to 2.0 GB on an H200
 
 
 @dataclass
@@ -103,6 +104,12 @@ class Plan:
     def host(self) -> int:
         """Bytes of a machine's memory: the store, what is offloaded, and copies for a checkpoint that is being written."""
         return (self.memory.host + self.memory.snapshot) * self.hardware.ranks_per_node
+
+    @property
+    def besides(self) -> int:
+        """Bytes of host memory that a GPU's process takes besides: what is not pinned, and what a disk store keeps near where there
+        is room."""
+        return PROCESS + self.memory.near
 
     @property
     def disk(self) -> int:
@@ -205,7 +212,7 @@ class Plan:
             "fits": self.fits, "budget": self.budget, "spare": self.budget - self.peak,
             "phases": self.phases, "peak": self.peak, "peak_phase": self.memory.peak_phase,
             "allocated": self.allocated, "host": self.memory.host, "disk": self.memory.disk,
-            "snapshot": self.memory.snapshot,
+            "snapshot": self.memory.snapshot, "host_besides": self.besides,
             "counted_by": f"a dry run of its own code, {self.executed} layers executed" if self.executed else "arithmetic",
             "untimed": self.untimed,
             "time": self.predicted and {

@@ -42,7 +42,9 @@ def describe(
         }
         split = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
         room = f"of {format_bytes(plan.host / HOST_SHARE)} or more: {HOST_SHARE:.0%} may be pinned"
-        lines.append(f"  host    {format_bytes(plan.host)} a machine, {room}; a GPU: {split}")
+        near = ", and what the disk store keeps near where there is room" if memory.near else ""
+        besides = f"besides {format_bytes(plan.besides)} for its process{near}"
+        lines.append(f"  host    {format_bytes(plan.host)} a machine, {room}; a GPU: {split}; {besides}")
     if plan.disk:
         lines.append(f"  disk    {format_bytes(memory.disk)} a GPU, {format_bytes(plan.disk)} a machine")
     if plan.executed:
@@ -163,14 +165,15 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def beside(plan: Plan, peak: int, took: float) -> str:
-    """What was planned for a step, beside what came."""
+def beside(plan: Plan, peak: int, took: float, longest: int) -> str:
+    """What was planned for a step, beside what came. longest: tokens of the longest document in it."""
     memory, planned = plan.allocated, plan.seconds
     if planned is None:
-        return f"plan: {format_bytes(memory)}; measured: {format_bytes(peak)} ({peak / memory - 1:+.1%}) and {took:.1f} s a step"
+        return f"plan: {format_bytes(memory)}; measured: {format_bytes(peak)} ({peak / memory - 1:+.1%}) and {seconds(took)} a step"
+    short = f"; planned for documents of {plan.context:,} tokens, here the longest has {longest:,}"
     return (
-        f"plan: {format_bytes(memory)} and {planned:.1f} s a step; measured: {format_bytes(peak)} "
-        f"({peak / memory - 1:+.1%}) and {took:.1f} s ({took / planned - 1:+.1%})"
+        f"plan: {format_bytes(memory)} and {seconds(planned)} a step; measured: {format_bytes(peak)} "
+        f"({peak / memory - 1:+.1%}) and {seconds(took)} ({took / planned - 1:+.1%}){short if longest < plan.context else ''}"
     )
 
 

@@ -72,6 +72,7 @@ from .saving import Saver, grace_of
 from .step import NotFinite, Stepped, train_step
 
 log = logging.getLogger("ithaca")
+LONG_STEP = 5.0  # seconds: of such steps the second tells enough
 
 
 def train(
@@ -289,7 +290,7 @@ class Trainer:
                 metrics.step(record)
                 left = timer.eta(train.steps - self.step)
                 self.display.step(record, eta=left, typical=timer.typical, next_save=saver.next(self.step))
-                self._compare(record)
+                self._compare(record, timer, samples)
             self._after_step(metrics, saver, seconds, own)
             if text := saver.too_slow(grace_of(self.config.launch.grace, os.environ), timer.typical):
                 log.warning("%s", text)
@@ -301,12 +302,17 @@ class Trainer:
         heartbeat.section(section, step)
         self.display.doing(words, self.step)
 
-    def _compare(self, record: StepRecord) -> None:
-        """What was planned beside what came, once: after the second step, when nothing is built or pinned any more."""
-        if self.plan is None or record.gpu_peak is None or self.compared or record.step < 2:
+    def _compare(self, record: StepRecord, timer: StepTimer, samples: range) -> None:
+        """What was planned beside what came, once: after the second step, when nothing is built or pinned any more; short steps
+        vary, so of them after the tenth, or the last."""
+        if self.plan is None or record.gpu_peak is None or self.compared or timer.count < 2:
+            return
+        took = timer.typical or record.seconds
+        if took < LONG_STEP and timer.count < 10 and self.step < self.config.train.steps:
             return
         self.compared = True
-        self.display.say(beside(self.plan, record.gpu_peak, record.seconds))
+        longest = max(max(self.loader.stream.documents(sample)) for sample in samples)
+        self.display.say(beside(self.plan, record.gpu_peak, took, longest))
 
     compared = False
 

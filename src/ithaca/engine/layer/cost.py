@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ...base.kernels import KERNELS
 from ..attention.cost import Bytes
 from ..cost import RankCost
-from ..limits import BF16, FP32, TABLE_BYTES
+from ..limits import BF16, FP32, HOST_CACHE, TABLE_BYTES
 from ..offload.cost import InFlight
 
 Snapshot = list[Bytes]
@@ -115,6 +115,15 @@ def stored(rank: RankCost) -> Bytes:
         for place, nbytes in waiting.items():
             most[place] = max(most[place], nbytes + (scratch if place == host else 0))
     return most
+
+
+def near(rank: RankCost) -> int:
+    """Of what is on disk, the most that its store keeps in host memory, where that is free: what it was given last, or what it
+    reads ahead for the layer below one that is streamed (offload/host_cache.py)."""
+    model, ahead = rank.model, 0
+    if any(map(rank.streamed, range(model.layers))):
+        ahead = rank.hidden + rank.attended + rank.vectors * model.heads * FP32  # input, attention output and lse
+    return min(stored(rank)["disk"], max(HOST_CACHE, ahead))
 
 
 # -- tiles ---------------------------------------------------------------------------------------------------------------

@@ -122,6 +122,11 @@ class DiskStore(Store):
         return self._file.size
 
     @property
+    def host_bytes(self) -> int:
+        scratch = 0 if self._scratch_store is None else self._scratch_store.held_bytes
+        return self._cache.held_bytes + scratch
+
+    @property
     def idle_bytes(self) -> int:
         """Bytes of the file that no live handle uses."""
         with self._lock:

@@ -67,6 +67,10 @@ class HostStore(Store):
         return self._pool.held_bytes
 
     @property
+    def host_bytes(self) -> int:
+        return self.held_bytes
+
+    @property
     def idle_bytes(self) -> int:
         """Bytes of the pool that no live handle uses."""
         with self._lock:

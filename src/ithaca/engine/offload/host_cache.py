@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 
+from ..limits import HOST_CACHE
 from . import transfer
 from .host import HostBuffer, available_memory
 from .transfer import Copy, Transfer
 
-HOST_CACHE = 4 << 30  # bytes pinned for puts
-SHARE = 8  # and no more than this part of the memory available: the ranks of a host share it
+SHARE = 8  # puts pin no more than this part of the memory available: the ranks of a host share it
 
 
 class HostCache:

@@ -244,6 +244,11 @@ class Store(ABC):
     @abstractmethod
     def held_bytes(self) -> int: ...
 
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that it owns now, used or idle."""
+        return 0
+
     @abstractmethod
     def _keep(self, tensors: list[Tensor]) -> Any:
         """Start the way out; returns the entry."""

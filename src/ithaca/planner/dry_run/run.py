@@ -33,6 +33,7 @@ from ...engine.assemble import assemble
 from ...engine.criterion import by_the_base
 from ...engine.fsdp import gathered_groups
 from ...engine.job import Job, Memory
+from ...engine.limits import HOST_CACHE
 from ...engine.mesh import Mesh, build_mesh, local_part
 from ...engine.model.adapter import read_model
 from ...engine.model.families import FAMILIES
@@ -142,6 +143,7 @@ def _dry_run(
         disk=held.get("disk", 0),
         offloaded=away,
         snapshot=trained["gradients"] + trained["optimizer"] if own and job.asynchronous else 0,
+        near=min(held.get("disk", 0), HOST_CACHE),
         lines={phase: dict(by) for phase, by in tracker.lines.items()},
         layers=depth,
         executed=len(executed) - left_out,
