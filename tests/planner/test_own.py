@@ -74,6 +74,16 @@ def test_layers_that_are_alike_hold_what_was_executed(oss: Any):
     assert abs(some.snapshot - states * 3 // 2) < 0.01 * states, "the trained weights and two averages of them, in fp32"
 
 
+def test_layers_below_all_adapters_run():
+    """An ordinary forward: they are not like those of their kind above, which keep what backward wants."""
+    config = shrink_config(preset_config("glm4_9b"), 8)
+    job = replace(job_of(config, Stack(engine="module", tile=64)), lora=2, targets=("layers.2.self_attn.q_proj",))
+    some = dry_run(job, config)
+    assert (some.executed, some.layers) == (7, 8)
+    if os.environ.get("ITHACA_PLANS") == "long":
+        assert some.phases == dry_run(job, config, every=True).phases
+
+
 @pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="every tile of a model executed, 20 s: make plans")
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe", "bamba"])
 def test_tiles_that_are_alike_hold_what_was_executed(kind: str):

@@ -19,7 +19,7 @@ from ithaca.config.schema import Lora, Model, StackOptions
 from ithaca.engine import build
 from ithaca.engine.attention.choice import kernels_here
 from ithaca.engine.job import Job
-from ithaca.engine.model.shrink import smallest
+from ithaca.engine.model.shrink import shrink_config, smallest
 from ithaca.engine.model.sizes import read_sizes
 from ithaca.planner.config import hf_config
 from ithaca.stack import Stack
@@ -162,6 +162,22 @@ def test_adapters_are_those_that_are_planned(name: str, caplog: pytest.LogCaptur
     job = Job(replace(sizes, layers=1, windows=sizes.windows[:1]), Stack(), 4096, lora=4)
     assert job.trained == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
     assert ("no adapters on gate_proj, up_proj, down_proj: its experts have none" in caplog.text) == bool(sizes.experts)
+
+
+def test_names_that_peft_takes_for_experts(caplog: pytest.LogCaptureFixture):
+    """A shared expert has linears of these names, but PEFT turns them into parameters of the others and adapts none."""
+
+    def wrapped(**more: Any) -> torch.nn.Module:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shrink_config(hf_config("qwen3_next_80b_a3b"), 4))
+        return build.with_lora(model, Lora(rank=2, **more), 0)
+
+    adapted = {n.rpartition(".")[2] for n, module in wrapped().named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "no adapters on gate_proj, up_proj, down_proj: its experts have none, and PEFT knows no other" in caplog.text
+    for targets in (("q_proj", "down_proj"), ("gate_proj",)):
+        with pytest.raises(ValueError, match=f"targets names {targets[-1]}, which PEFT takes for experts"):
+            wrapped(targets=targets)
 
 
 def test_a_model_without_the_usual_linears_is_told_to_name_its_own():

@@ -29,6 +29,7 @@ from .run import Run
 
 log = logging.getLogger("ithaca")
 
+MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -143,6 +144,11 @@ def with_lora(model: nn.Module, options: Lora, seed: int) -> nn.Module:
     if targets == LINEARS:  # nobody named them: those are meant that there are, also where one is several of them
         fused = family.fused if family else {}
         targets = _there({fused.get(name, name): None for name in targets}, linears, model)
+    elif taken := [target for target in targets if _means_experts(target, model)]:
+        raise ValueError(
+            f"model.lora.targets names {', '.join(taken)}, which PEFT takes for experts, whatever else has that name; a run makes "
+            "no adapters on experts: leave them out, or wrap the model with PEFT yourself (ithaca docs trainers)"
+        )
     adapters = LoraConfig(
         r=options.rank, lora_alpha=alpha, lora_dropout=options.dropout, target_modules=list(targets),
         task_type="CAUSAL_LM",
@@ -175,16 +181,37 @@ def _there(targets: Iterable[str], linears: Sequence[str], model: nn.Module) -> 
     wraps the model with PEFT (ithaca docs trainers). So MLPs of a mixture are left out, but for the expert that all tokens see."""
     mixture = any(hasattr(module, "has_gate") for module in model.modules())
     leaves = {name.rpartition(".")[2] for name in linears if not (mixture and name.rpartition(".")[0].endswith(".mlp"))}
-    there = tuple(target for target in targets if target in leaves)
+    there = tuple(target for target in targets if target in leaves and not _means_experts(target, model))
     if not there:
         raise ValueError(
             f"model.lora: this model has none of the linear layers {', '.join(targets)}; name others in model.lora.targets: "
             f"{', '.join(sorted(leaves))}"
         )
-    if left := [target for target in targets if target not in leaves]:
-        why = "its experts have none" if mixture else "this model has no such linear layer"
-        log.warning("model.lora: no adapters on %s: %s", ", ".join(left), why)
+    left = [target for target in targets if target not in there]
+    of_experts = [target for target in left if mixture and target in MLP]
+    if of_experts:
+        shared = "" if leaves.isdisjoint(of_experts) else ", and PEFT knows no other linear layer by these names"
+        log.warning("model.lora: no adapters on %s: its experts have none%s", ", ".join(of_experts), shared)
+    if others := [target for target in left if target not in of_experts]:
+        log.warning("model.lora: no adapters on %s: this model has no such linear layer", ", ".join(others))
     return there
+
+
+def _means_experts(target: str, model: nn.Module) -> bool:
+    """Whether PEFT takes this name for experts. It does for types of models whose experts were linears once, and then adapts no
+    linear of that name: not the expert that all tokens see either."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # an older PEFT, which takes names as they are
+        return False
+    from peft import LoraConfig
+
+    probe = LoraConfig(target_modules=[target])
+    try:
+        convert(probe, model, None)
+    except ValueError:  # half of two that became one
+        return True
+    return target not in (probe.target_modules or ())
 
 
 def prepared(config: Config, hf: Any, stack: Stack, device: torch.device) -> Run:

@@ -8,6 +8,7 @@ store, how it leaves and comes back. So nothing is estimated but the inside of a
 A kind is what the modules of a layer look like (classes, shapes, plain settings), what the config says of it, and what the stack
 asks of it. What is held between layers grows or falls evenly from one to the next, so no layer of a kind holds more than its first
 or its last. Where a layer is given a mapping to leave something in for later ones, or nothing is computed again, every layer runs.
+So does a layer below all that is trained, which is an ordinary forward.
 
 Of the tiles of an MLP or a linear mixer the first three and the last two run: from the third on all sums of gradients are there,
 and the last may be short. The others make what the second has made. So the time of a dry run does not follow the context.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...base.holding import holds
@@ -77,11 +78,19 @@ def _kinds(run: Run) -> dict[str, list[OwnLayer]]:
     fields, depth = run.decoder.config.to_dict(), len(layers)
     lists = {name for name, value in fields.items() if per_layer(name, value, depth)}
     kinds: dict[str, list[OwnLayer]] = {}
+    learns = _trained(run.decoder.embedding)
     for layer in layers:
+        learns = learns or _trained(layer.module)
+        if not learns:
+            continue
         asked = (run.stack.recompute_of(layer.index), run.stack.store_of(layer.index))
         kind = repr((_look(layer), layer_kind(fields, lists, layer.index, depth), asked))
         kinds.setdefault(kind, []).append(layer)
     return kinds
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _look(layer: OwnLayer) -> list[Any]:
