@@ -30,6 +30,7 @@ from ithaca.config.schema import Model
 from ithaca.engine import own as own_module
 from ithaca.engine import proof as proof_module
 from ithaca.engine.build import model_config
+from ithaca.engine.fsdp import require_own_parameters
 from ithaca.engine.model.angles import FLOAT32_POSITIONS, Angles, rotary_modules
 from ithaca.engine.model.guard import owner_changes
 from ithaca.engine.model.shrink import TEXT, smallest
@@ -420,3 +421,14 @@ def test_angles_that_stay_in_float32_have_a_longest_document(
         ValueError, match="a document of 32 tokens is too long for HeliumForCausalLM: its rotary module"
     ):
         run.loss(run.shard(IDS))
+
+
+def test_layers_that_share_a_parameter_under_fsdp():
+    """As Zamba2's class makes them; FSDP2 would make two of it, which learn apart."""
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(smallest("zamba2")).model.layers
+    with pytest.raises(
+        ValueError, match=r"layers 1 and 2 of this model share a parameter \(shared_.*shard_parameters=False"
+    ):
+        require_own_parameters(layers)
+    require_own_parameters(layers[:2])

@@ -34,6 +34,7 @@ def apply_fsdp(decoder: Decoder | OwnDecoder, mesh: Mesh, *, compute: torch.dtyp
     """Shard in place. `reshard`: free gathered parameters between forward and backward."""
     if mesh.parameters is None:
         return
+    require_own_parameters([layer.module for layer in decoder.layers])
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_wide(compute), cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.parameters, "mp_policy": policy}
     if mesh.offload:
@@ -54,6 +55,19 @@ def apply_fsdp(decoder: Decoder | OwnDecoder, mesh: Mesh, *, compute: torch.dtyp
         module.set_force_sum_reduction_for_comms(True)
     _free_what_stays(decoder.model, [decoder.model] if decoder.tied else [decoder.head, decoder.model])
     log.info("FSDP2: %d groups over %d ranks, compute in %s", len(groups) + 1, mesh.parameters.size(), compute)
+
+
+def require_own_parameters(layers: Sequence[nn.Module]) -> None:
+    """A parameter of two groups becomes two, which then learn apart (newer versions of torch say so in the first forward)."""
+    owner: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            first = owner.setdefault(id(parameter), index)
+            if first != index:
+                raise ValueError(
+                    f"layers {first} and {index} of this model share a parameter ({name}), and FSDP2 shards a layer at a time, so "
+                    "they would part; set stack.shard_parameters=False, with which every rank has all weights"
+                )
 
 
 @torch.no_grad()

@@ -78,7 +78,7 @@ def export_model(
 
     outgoing = Outgoing(
         model=run.model,
-        config=run.decoder.config,
+        config=run.decoder.model.config,
         generation=getattr(run.decoder.model, "generation_config", None),
         trained=trained,
         adapters=adapters,
@@ -263,7 +263,7 @@ def _rebuild(about: dict[str, Any], path: Path) -> tuple[nn.Module, Any]:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    settings = {key: value for key, value in about["config"].items() if not key.startswith("_") and key != "auto_map"}
+    settings = _as_given(about["config"])
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CheckpointError(f"{path} holds a {kind!r} model, which this ithaca does not know")
@@ -274,6 +274,22 @@ def _rebuild(about: dict[str, Any], path: Path) -> tuple[nn.Module, Any]:
     if about["adapters"]:
         model = _with_adapters(model, about["adapters"])
     return model, config
+
+
+def _as_given(settings: Any) -> Any:
+    """A config as its class takes it: numbers that JSON has no word for are spelled by transformers; what is not of the model is
+    left out, for a model inside of a model may refuse it."""
+    if isinstance(settings, list):
+        return [_as_given(value) for value in settings]
+    if not isinstance(settings, dict):
+        return settings
+    if settings.keys() == {"__float__"}:
+        return float(settings["__float__"])
+    return {
+        key: _as_given(value)
+        for key, value in settings.items()
+        if not key.startswith("_") and key not in ("auto_map", "output_attentions")
+    }
 
 
 def _with_adapters(model: nn.Module, adapters: dict[str, Any]) -> nn.Module:

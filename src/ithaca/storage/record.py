@@ -96,7 +96,7 @@ def _like(value: Any, rules: tuple[Any, ...]) -> bool:
 
 def describe_model(run: Run) -> dict[str, Any]:
     """What is needed to build the model again, without its weights."""
-    config = run.decoder.config
+    config: Any = run.decoder.model.config  # of the whole, where it has more parts than the decoder
     generation = getattr(run.decoder.model, "generation_config", None)
     adapters = {name: settings.to_dict() for name, settings in getattr(run.model, "peft_config", {}).items()}
     return {

@@ -48,12 +48,12 @@ def try_type(model_type: str) -> Tried:
         first = str(error).strip().partition("\n")[0]
         return Tried(model_type, name, Proof(False, float("inf"), "", f"its default config cannot be made ({first})"))
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        _still(part)
+        without_dropout(part)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return Tried(model_type, name, prove(kind, config, ranks=(1, RANKS)))
 
 
-def _still(config: Any) -> None:
+def without_dropout(config: Any) -> None:
     """Without chance, which is refused by name."""
     for key, value in list(vars(config).items()):
         if any(word in key for word in _QUIET) and isinstance(value, float):
