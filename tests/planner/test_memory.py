@@ -147,7 +147,7 @@ def test_layers_that_differ_are_walked_one_by_one():
 
 
 @pytest.mark.parametrize("recompute", ["layer", "keep_attention"])
-@pytest.mark.parametrize("kept", [0, 2**19, 2**30], ids=["ahead", "some", "all"])
+@pytest.mark.parametrize("kept", [0, 2**30], ids=["ahead", "all"])
 def test_what_a_disk_store_keeps_near(recompute: str, kept: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """What it was given last where that is more, else what it reads ahead."""
     monkeypatch.setattr(transfer, "CHUNK", 2**13)

@@ -119,7 +119,8 @@ def first_that_fits(
     def look(stack: Stack) -> Plan:
         plan = counted(replace(job, stack=stack), hardware, config)
         verdict = "fits" if plan.fits else f"does not fit: {', '.join(plan.shortages)}"
-        say(f"dry run at {format_tokens(job.context)}, {_words(stack)}: {format_bytes(plan.peak)}, {verdict}")
+        words = f"{_words(stack)}{' states on the host' if job.offload else ''}"
+        say(f"dry run at {format_tokens(job.context)}, {words}: {format_bytes(plan.peak)}, {verdict}")
         return plan
 
     found = _first(stacks, look, only_fit)
