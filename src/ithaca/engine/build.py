@@ -29,7 +29,7 @@ from .run import Run
 
 log = logging.getLogger("ithaca")
 
-MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")  # linears of an MLP, which experts have as parameters
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

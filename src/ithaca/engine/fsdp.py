@@ -66,7 +66,7 @@ def require_own_parameters(layers: Sequence[nn.Module]) -> None:
             if first != index:
                 raise ValueError(
                     f"layers {first} and {index} of this model share a parameter ({name}), and FSDP2 shards a layer at a time, so "
-                    "they would part; set stack.shard_parameters=False, with which every rank has all weights"
+                    "they would part; train it on one GPU with stack.shard_parameters=False, where FSDP2 is not needed"
                 )
 
 

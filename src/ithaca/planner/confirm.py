@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..base.units import format_tokens
+from ..engine.cost import RankCost
 from ..engine.job import Memory
+from ..engine.layer.cost import near
 from .plan import Plan
 from .search import CONTEXT_STEP
 
@@ -30,8 +32,10 @@ def confirmed(
     at = max(1, plan.context // step)
     while fails is None or fails - fits > 1:
         say(f"dry run at {format_tokens(at * step)}")
-        memory = replace(counted(at * step), snapshot=plan.memory.snapshot)  # which a dry run does not see
-        now = tried[at] = replace(plan, job=replace(plan.job, context=at * step), memory=memory)
+        job, held = replace(plan.job, context=at * step), counted(at * step)
+        # what a dry run does not see
+        memory = replace(held, snapshot=plan.memory.snapshot, near=near(RankCost(job), held.disk))
+        now = tried[at] = replace(plan, job=job, memory=memory)
         if now.excess:
             fails = at
         else:

@@ -46,7 +46,7 @@ def predict(job: Job) -> Memory:
         disk=waiting["disk"],
         offloaded=offloaded,
         snapshot=rank.shard_gradients + rank.states if job.asynchronous else 0,
-        near=near(rank) if waiting["disk"] else 0,
+        near=near(rank, waiting["disk"]),
     )
 
 

@@ -173,7 +173,7 @@ def beside(plan: Plan, peak: int, took: float, longest: int) -> str:
     short = f"; planned for documents of {plan.context:,} tokens, here the longest has {longest:,}"
     return (
         f"plan: {format_bytes(memory)} and {seconds(planned)} a step; measured: {format_bytes(peak)} "
-        f"({peak / memory - 1:+.1%}) and {seconds(took)} ({took / planned - 1:+.1%}){short if longest < plan.context else ''}"
+        f"({peak / memory - 1:+.1%}) and {seconds(took)} ({took / planned - 1:+.1%}){short if longest < 0.9 * plan.context else ''}"
     )
 
 

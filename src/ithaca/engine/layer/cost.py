@@ -117,13 +117,13 @@ def stored(rank: RankCost) -> Bytes:
     return most
 
 
-def near(rank: RankCost) -> int:
-    """Of what is on disk, the most that its store keeps in host memory, where that is free: what it was given last, or what it
+def near(rank: RankCost, on_disk: int) -> int:
+    """Of so much on disk, the most that its store keeps in host memory, where that is free: what it was given last, or what it
     reads ahead for the layer below one that is streamed (offload/host_cache.py)."""
     model, ahead = rank.model, 0
-    if any(map(rank.streamed, range(model.layers))):
+    if on_disk and any(map(rank.streamed, range(model.layers))):
         ahead = rank.hidden + rank.attended + rank.vectors * model.heads * FP32  # input, attention output and lse
-    return min(stored(rank)["disk"], max(HOST_CACHE, ahead))
+    return min(on_disk, max(HOST_CACHE, ahead))
 
 
 # -- tiles ---------------------------------------------------------------------------------------------------------------
