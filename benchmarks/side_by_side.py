@@ -444,9 +444,9 @@ def summary(steps: list[dict[str, Any]], case: Case, ranks: int | None) -> dict[
 def machine(on: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name() if on.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
-    for name in ("liger-kernel", "flash-attn-4", "flash-linear-attention"):
+    for package in ("liger-kernel", "flash-attn-4", "flash-linear-attention"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+            versions[package] = importlib.metadata.version(package)
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "as it comes"
     return {"device": name, "python": platform.python_version(), **versions, "allocator": allocator}
 
