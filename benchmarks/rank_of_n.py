@@ -69,8 +69,9 @@ class Marks:
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.at: dict[str, Any] = {}
-        layers[0].register_forward_pre_hook(self._enter, prepend=True)  # before FSDP2 gathers the layer
-        layers[-1].register_forward_hook(self._leave)
+        if layers:  # none, where a compiler has made one piece of them all
+            layers[0].register_forward_pre_hook(self._enter, prepend=True)  # before FSDP2 gathers the layer
+            layers[-1].register_forward_hook(self._leave)
 
     def clear(self) -> None:
         self.at = {}
@@ -90,6 +91,8 @@ class Marks:
     def seconds(self) -> dict[str, float]:
         """After a step that marked "start", "loss" and "end", and a synchronize."""
         forward, backward = self.between("start", "loss"), self.between("loss", "end")
+        if "enter" not in self.at:
+            return {"forward": forward, "backward": backward}
         inside = self.between("enter", "leave") + self.between("enter backward", "leave backward")
         return {"forward": forward, "backward": backward, "fixed": max(forward + backward - inside, 0.0)}
 

@@ -4,12 +4,13 @@
     python benchmarks/recipes.py llama3_8b_2m_1xh200 --layers 4 --no-attention
     python benchmarks/recipes.py tiny_cpu --cpu       # no GPU: does it still run?
 
-Each recipe has the plan of `ithaca plan RECIPE`, of which one step is timed behind a first one that warms up: random weights of the
-preset with the sizes of its model, random tokens, rank 0 of as many as it is for. The allocator may have what a GPU of the recipe's
-has, less the CUDA context, and attention is the kernel of its plan where this machine has it. "plan" is of what runs: with --layers
-the weights, gradients and states of the other layers lie on the GPU all the same, but what they keep of their activations does not,
-and nothing of them waits on the host or on disk. "host" is how much less memory the machine has free than before the model was
-built, so nothing else may run there. Where `store` is disk, TMPDIR names the folder. One that does not fit is a row that says so.
+Each recipe has the plan of `ithaca plan RECIPE`, of which one step is timed behind a first one that warms up: random weights of
+the preset with the sizes of its model, random tokens, rank 0 of as many as it is for. The allocator may have what a GPU of the
+recipe's has, less the CUDA context, and attention is the kernel of its plan where this machine has it. "plan" is of what runs:
+with --layers the weights, gradients and states of the other layers lie on the GPU all the same, but what they keep of their
+activations does not, and nothing of them waits on the host or on disk, weights and states neither. "host" is how much less memory
+the machine has free than before the model was built, so nothing else may run there; its plan counts the process, and what a disk
+store keeps near. Where `store` is disk, TMPDIR names the folder. One that does not fit is a row that says so.
 
     --no-attention    memory runs at millions of tokens: a stand-in kernel allocates its tensors and computes nothing
 """
@@ -114,14 +115,14 @@ def row(recipe: str, options: argparse.Namespace) -> list[str]:
             found = measured(wanted, not options.no_attention)
     except (torch.OutOfMemoryError, MemoryError) as error:
         why = f"does not fit: {(str(error) or 'out of memory').splitlines()[0]}"
-        sizes = format_bytes(said.allocated), format_bytes(said.memory.host)
+        sizes = format_bytes(said.allocated), format_bytes(said.memory.host + said.besides)
         return [*first, "-", room, why, "-", sizes[0], "-", "-", sizes[1]]
     said = expected(whole, wanted, found.kernel)
     return [
         *first, "none" if options.no_attention else found.kernel, room, f"{found.seconds:.2f} s",
         format_bytes(found.peak) if limit else "-", format_bytes(said.allocated),
         f"{said.allocated / found.peak - 1:+.1%}" if limit else "-", format_bytes(max(0, found.host)),
-        format_bytes(said.memory.host),
+        format_bytes(said.memory.host + said.besides),
     ]  # fmt: skip
 
 

@@ -139,6 +139,7 @@ class Work:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     held: Callable[[], int] = lambda: 0  # pinned bytes that torch's own allocator does not know of
     details: str = ""  # for the notes of the row
+    marked: bool = True  # that time inside its layers can be told from the rest
 
 
 def hugging_face(
@@ -161,7 +162,7 @@ def hugging_face(
         model.gradient_checkpointing_enable({"use_reentrant": False}, offload=offload)
     if compiled:
         model.compile()
-    return Work(model, lambda: model(input_ids=ids, labels=ids).loss)
+    return Work(model, lambda: model(input_ids=ids, labels=ids).loss, marked=not compiled)
 
 
 def context_parallel(case: Case) -> Work:
@@ -207,6 +208,29 @@ def alst(case: Case) -> Work:
         return TiledFusedLogitsLoss.apply(part, model, x, labels, None, shards, [head.weight], "sum")  # pyright: ignore
 
     return Work(model, loss, details=f"deepspeed {deepspeed.__version__.strip()}, {shards} tiles of the loss")
+
+
+def unsloth(case: Case, *, checkpoint: Any = False) -> Work:
+    """Full fine-tuning by Unsloth. It loads from a folder, and wants a tokenizer there."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    os.environ.update(HF_HUB_OFFLINE="1", UNSLOTH_DISABLE_STATISTICS="1")
+    library = importlib.import_module("unsloth")
+    with tempfile.TemporaryDirectory() as folder:
+        case.model().save_pretrained(folder)
+        words = Tokenizer(WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))  # pyright: ignore
+        PreTrainedTokenizerFast(
+            tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+        ).save_pretrained(folder)
+        model, _ = library.FastLanguageModel.from_pretrained(
+            folder, dtype=torch.bfloat16 if case.device.type == "cuda" else torch.float32, max_seq_length=case.context,
+            load_in_4bit=False, full_finetuning=True, use_gradient_checkpointing=checkpoint,
+        )  # fmt: skip
+    ids = case.tokens().to(case.device)
+    model.train()
+    return Work(model, lambda: model(input_ids=ids, labels=ids).loss, details=f"unsloth {library.__version__}")
 
 
 def ours(case: Case, stack: ithaca.Stack) -> Work:
@@ -260,6 +284,10 @@ RECIPES = {
         partial(CHECKPOINTED, liger=True, experts=True), "liger_kernel", cpu=False,
     ),
     "hf+compile": Recipe(f"{HF}, torch.compile of the whole model", partial(hugging_face, compiled=True), cpu=False),
+    "hf+compile+fa4": Recipe(
+        f"{FA4}, torch.compile of the whole model",
+        partial(hugging_face, compiled=True, attention="flash_attention_4"), "flash_attn.cute", cpu=False,
+    ),
     "hf+ckpt+liger+offload": Recipe(
         f"{HF}, checkpointing with offload=True (layer inputs in pinned host memory, copied on the compute stream), Liger",
         partial(CHECKPOINTED, liger=True, offload=True), "liger_kernel", cpu=False,
@@ -273,6 +301,10 @@ RECIPES = {
         "the parts of DeepSpeed ALST that one GPU can use: TiledMLP and TiledFusedLogitsLoss on the Hugging Face model. Its own "
         "checkpoint with offload lives in another package; transformers' offload=True stands for it",
         alst, "deepspeed",
+    ),
+    "unsloth": Recipe("Unsloth's full fine-tuning, nothing checkpointed", unsloth, "unsloth"),
+    "unsloth+ckpt": Recipe(
+        'Unsloth\'s full fine-tuning, use_gradient_checkpointing="unsloth"', partial(unsloth, checkpoint="unsloth"), "unsloth",
     ),
     "ithaca-composed-layer": Recipe("ithaca with the techniques of Untied Ulysses (UPipe), on one GPU", None),
     "ithaca": Recipe("ithaca with the stack that suits the length", None),
@@ -390,7 +422,7 @@ def save(path: Path, record: dict[str, Any]) -> None:
 
 def steps(case: Case, work: Work, count: int, each: Callable[[dict[str, Any]], bool]) -> None:
     cuda = case.device.type == "cuda"
-    marks = Marks(work.model.model.layers, case.device)  # pyright: ignore
+    marks = Marks(work.model.model.layers if work.marked else (), case.device)  # pyright: ignore
     for _ in range(count):
         work.model.zero_grad(set_to_none=True)
         marks.clear()
@@ -427,12 +459,12 @@ def summary(steps: list[dict[str, Any]], case: Case, ranks: int | None) -> dict[
     timed = steps[1:] or steps
     names = [name for name in ("seconds", "forward", "backward", "fixed", "waited") if name in steps[0]]
     middle = {name: median(step[name] for step in timed) for name in names}
-    whole = whole_depth(middle["seconds"], middle["fixed"], case.layers, ALL_SHAPES[case.shape][1])
+    whole = whole_depth(middle["seconds"], middle.get("fixed", 0.0), case.layers, ALL_SHAPES[case.shape][1])
     own = case.context / (ranks or 1)
     return {
         **middle,
         "loss": steps[-1].get("loss"),
-        "per_layer": whole["per_layer"],
+        "per_layer": whole["per_layer"] if "fixed" in middle else None,
         "tokens_per_second": own / whole["whole"],
         "at_least": own / whole["at_most"],
         "peak": max(step.get("peak") or 0 for step in steps) or None,

@@ -897,6 +897,26 @@ def test_reading_ahead_and_puts_share_memory(opened: Opener, monkeypatch: pytest
     assert len(offsets) == 2 + 3
 
 
+def test_reading_ahead_takes_the_memory_of_older_puts(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk: the oldest puts are near, as no newer ones found room. Reading ahead pins beside them what two of its requests
+    take, and once the file has them, nothing; it is the same in every step."""
+    store, held = near_store(opened, monkeypatch, chunks=2), []
+    for _ in range(4):
+        go = held_up(monkeypatch, scratch.ScratchFile, "write")
+        handles = [store.put([filled(i)]) for i in range(8)]
+        store.prefetch(handles[7].order, 2 * 2 * BLOCK)
+        before = store._cache.held_bytes
+        go.set()
+        wait_for_file(store)
+        store.prefetch(handles[5].order, 2 * 2 * BLOCK)
+        assert near_handles(store)[3:5] == [True, True]
+        assert store._cache.held_bytes == before
+        held.append(before // (2 * BLOCK))
+        for i in reversed(range(8)):
+            assert_same(store.take(handles[i]), [filled(i)])
+    assert held == [4, 6, 6, 6]
+
+
 def test_a_write_that_fails_later_is_raised(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     store = near_store(opened, monkeypatch, chunks=100)
 

@@ -118,11 +118,12 @@ def stored(rank: RankCost) -> Bytes:
 
 
 def near(rank: RankCost, on_disk: int) -> int:
-    """Of so much on disk, the most that its store keeps in host memory, where that is free: what it was given last, or what it
-    reads ahead for the layer below one that is streamed (offload/host_cache.py)."""
-    model, ahead = rank.model, 0
-    if on_disk and any(map(rank.streamed, range(model.layers))):
-        ahead = rank.hidden + rank.attended + rank.vectors * model.heads * FP32  # input, attention output and lse
+    """Of so much on disk, the most that its store keeps in host memory, where that is free: what it was given last, or of streamed
+    layers the one at hand, unless its pieces stay on the device, and the one below, read ahead (offload/host_cache.py)."""
+    kept_there = [
+        kept(rank, layer) for layer in range(rank.model.layers) if rank.streamed(layer) and rank.offloads(layer)
+    ]
+    ahead = (1 if rank.holds else 2) * max(kept_there, default=0)
     return min(on_disk, max(HOST_CACHE, ahead))
 
 

@@ -179,9 +179,9 @@ class StreamedLayer(torch.autograd.Function):
         dx = dy.detach() if call.run_store.kind != "gpu" else dy.detach().clone()
         routing = routing_grads[0] if routing_grads else None
         _after_backward(call, source, ctx.inputs, dx, routing)
-        # while this layer attends, the layer below (its input, attention output and lse) comes nearer
+        # while this layer attends, what the layer below keeps comes nearer
         order = ctx.order if call.run_store is call.store else sys.maxsize  # an upper layer with a store of its own
-        call.run_store.prefetch(order, sum(tensor.nbytes for tensor in (dx, *lses)) + _attended_bytes(call, dx))
+        call.run_store.prefetch(order, _kept_bytes(call, dx, lses))
         call.attend_backward(source, dx, lses, [], source.gradients)
         dx = source.finish(dx)
         ctx.inputs = ctx.out = ctx.lses = None
@@ -194,9 +194,13 @@ def _stay_on_device(stored: list[Pieces], on_device: GpuStore | None) -> None:
         pieces.on_device = on_device
 
 
-def _attended_bytes(call: LayerCall, x: Tensor) -> int:
+def _kept_bytes(call: LayerCall, x: Tensor, lses: list[Tensor]) -> int:
+    """Of a layer like this: its input, and unless they are computed again attention output and lse."""
+    if call.recompute == "layer":
+        return x.nbytes
     shape = call.attention.shape
-    return shape.rows * shape.tokens * shape.heads * shape.head_dim * x.element_size()
+    attended = shape.rows * shape.tokens * shape.heads * shape.head_dim * x.element_size()
+    return x.nbytes + attended + sum(lse.nbytes for lse in lses)
 
 
 def _on_device(call: LayerCall, x: Tensor) -> GpuStore | None:

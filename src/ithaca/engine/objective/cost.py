@@ -15,9 +15,10 @@ NUMBERS = 56  # bytes of a token: its label's logit, lse, mean and hit, what the
 def loss(rank: RankCost, in_flight: InFlight) -> Iterator[Snapshot]:
     model, head = rank.model, rank.model.embedding_weights
     below = {"kept": kept_below(rank, model.layers)}
-    here = {"residual": 2 * rank.hidden, "kept": in_flight.copies}  # the last layer's output, and its gradient
+    here = {"residual": rank.hidden, "kept": in_flight.copies}  # the last layer's output
     yield [below, here, rank.arriving(head, head)]
-    yield [below, here, {"fsdp": _gathered(rank), "loss": max(_tiles(rank))}]
+    gradient = {"residual": rank.hidden}
+    yield [below, here, gradient, {"fsdp": _gathered(rank), "loss": max(_tiles(rank))}]
 
 
 def log_probs(rank: RankCost, in_flight: InFlight, *, again: bool) -> Iterator[Snapshot]:

@@ -86,7 +86,7 @@ class DiskStore(Store):
                     break
                 if entry.cached is None and entry.arrival is None and entry.length:
                     wanted.append(entry)
-            if not self._cache.affords([entry.length for entry in wanted]):
+            if not wanted or not self._cache.affords([entry.length for entry in wanted], wanted[-1].order):
                 return  # host memory is short: backward then reads from the disk itself
             for entry in wanted:
                 begin = time.perf_counter()

@@ -5,8 +5,10 @@ the file from there, and stays until newer puts need the room: the oldest goes f
 is reading. What is there comes back without the disk.
 
 All memory is in buffers of one chunk, pinned once and reused: puts of any size can follow each other without pinning anew.
-Puts pin up to HOST_CACHE bytes, less where the host has little memory. What backward reads ahead may pin more, as much as it asks
-for and half of the memory can bear; puts then use that too.
+Puts pin up to HOST_CACHE bytes, less where the host has little memory. What backward reads ahead takes the memory of older puts
+that the file has, since those are asked for later, and may pin more, as much as it asks for and half of the memory can bear; puts
+then use that too. Where the file is slow, puts that it does not have yet fill what they may, and reading ahead pins beside them:
+that much more and no more, however many steps there are.
 """
 
 from __future__ import annotations
@@ -58,13 +60,27 @@ class HostCache:
             self.give(copy)
         return self._copy(need, order, start, length, write, saving=True)
 
-    def affords(self, lengths: list[int]) -> bool:
-        """Whether `fetch` may bring so much: what has to be pinned for it is at most half of the memory available."""
-        new = sum(_buffers(length) for length in lengths) - len(self._idle)
-        return new <= 0 or (not self._refused and 2 * new * transfer.CHUNK <= available_memory())
+    def affords(self, lengths: list[int], before: int) -> bool:
+        """Whether `fetch` may bring so much of what was put from `before` on, and room for it: what has to be pinned is at most
+        half of the memory available. Two such layers are near at once, the one at hand and the one below, beside puts."""
+        need = sum(_buffers(length) for length in lengths)
+        room, older = len(self._idle), []
+        for copy in sorted(self._copies.values(), key=lambda copy: copy.order):
+            if room >= need or copy.order >= before:
+                break
+            if copy.spare:
+                older.append(copy)
+                room += len(copy.buffers)
+        new = max(0, need - room)
+        most = HOST_CACHE // transfer.CHUNK + 2 * need
+        if new and (self._refused or len(self._all) + new > most or 2 * new * transfer.CHUNK > available_memory()):
+            return False
+        for copy in older:
+            self.give(copy)
+        return True
 
     def fetch(self, order: int, start: int, length: int, write: Transfer) -> Copy | None:
-        """Memory for a put that is read back from the file. Evicts nothing."""
+        """Memory for a put that is read back from the file."""
         return self._copy(_buffers(length), order, start, length, write, saving=False)
 
     def give(self, copy: Copy) -> None:
