@@ -8,9 +8,10 @@ import pytest
 
 from ithaca.engine.cost import RankCost
 from ithaca.engine.job import Job
+from ithaca.engine.limits import HOST_CACHE
 from ithaca.engine.model.sizes import read_sizes
 from ithaca.planner.hardware import parse_gpus
-from ithaca.planner.speed import LINK, _links
+from ithaca.planner.speed import LINK, _links, estimate
 from ithaca.stack import Stack
 
 HARDWARE = parse_gpus("8xh100")
@@ -64,3 +65,13 @@ def test_of_the_weights_one_layer():
     gathered = 2 * (2 * job.model.weights - job.model.embedding_weights - job.model.hidden)
     moved = (gathered + 4 * job.trained) * 7 / 8 / (HARDWARE.gpu.nvlink * LINK)
     assert with_weights - without == pytest.approx((moved - summed()) / 32)
+
+
+def test_what_a_disk_store_was_given_last_is_not_read_back():
+    model, context, slow = read_sizes("llama32_1b"), 2**16, 1000.0
+    stack = Stack(store="disk", recompute="keep_attention", tile=16384)
+    found = estimate(Job(model, stack, context), replace(parse_gpus("1xh200"), disk_rate=slow))
+    kept = model.layers * context * (model.hidden + model.heads * model.head_dim) * 2
+    waited = found.parts["disk"] + found.parts["attention"] + found.parts["matmul"] + found.parts["other"]
+    assert kept > HOST_CACHE
+    assert waited == pytest.approx((2 * kept - HOST_CACHE) / slow)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from ..base.kernels import rates_of
 from ..engine.cost import RankCost
 from ..engine.job import Job
-from ..engine.limits import BF16, FP32, HOLD_BYTES, NEWTON_SCHULZ, NF4, PROJECTION_TILES
+from ..engine.limits import BF16, FP32, HOLD_BYTES, HOST_CACHE, NEWTON_SCHULZ, NF4, PROJECTION_TILES
 from .flops import visible_pairs
 from .gpus import INFINITY, NVLINK
 from .hardware import Hardware
@@ -84,7 +84,8 @@ def estimate(job: Job, hardware: Hardware) -> Speed:
     compute = parts["attention"] + parts["matmul"] + parts["other"]
     kept, read, waited = _store(job, tokens)
     if stack.offload == "disk":
-        written_and_read = 2 * kept * hardware.ranks_per_node
+        # what was put last is still near, and not read back
+        written_and_read = (kept + max(0.0, kept - HOST_CACHE)) * hardware.ranks_per_node
         parts["disk"] = max(0.0, written_and_read / hardware.disk_rate - compute)
     if job.offload:  # weights are gathered for forward and for backward, and waited for; gradients go back meanwhile
         gathered = 2 * (FP32 * job.trained + BF16 * job.frozen) / rank.shards
