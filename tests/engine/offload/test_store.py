@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from ithaca.engine.offload import disk, host, pipe, scratch, transfer
 from ithaca.engine.offload import host_cache as near
 from ithaca.engine.offload.choice import open_store
 from ithaca.engine.offload.disk import DiskStore
-from ithaca.engine.offload.host import HostStore
+from ithaca.engine.offload.host import HostBuffer, HostStore
 from ithaca.engine.offload.packing import pack
 from ithaca.engine.offload.scratch import Extents, ScratchFile
 from ithaca.engine.offload.store import Handle, Store, human_bytes
@@ -917,6 +918,20 @@ def test_reading_ahead_takes_the_memory_of_older_puts(opened: Opener, monkeypatc
     assert held == [4, 6, 6, 6]
 
 
+def test_small_puts_share_memory(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = near_store(opened, monkeypatch, chunks=2)
+    handles = [store.put([filled(i, 0.5)]) for i in range(4)]
+    assert near_handles(store) == [True] * 4
+    wait_for_file(store)
+    handles.append(store.put([filled(4, 0.5)]))  # the two oldest give way: half a buffer is none
+    assert near_handles(store) == [False] * 2 + [True] * 3
+    wait_for_file(store)
+    store.prefetch(handles[2].order, 2 * BLOCK)
+    assert near_handles(store) == [True] * 5 and store._cache.held_bytes == 3 * 2 * BLOCK
+    for i in reversed(range(5)):
+        assert_same(store.take(handles[i]), [filled(i, 0.5)])
+
+
 def test_a_write_that_fails_later_is_raised(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     store = near_store(opened, monkeypatch, chunks=100)
 
@@ -979,6 +994,20 @@ def random_tensors(choose: random.Random, number: int) -> list[Tensor]:
     return [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=noise) for length in lengths]
 
 
+def assert_no_overlap(cache: near.HostCache) -> None:
+    """No byte belongs to two copies, and each buffer to copies or to nobody."""
+    taken: dict[HostBuffer, list[tuple[int, int]]] = {}
+    for copy in cache._copies.values():
+        for buffer, at in zip(copy.buffers, copy.offsets, strict=True):
+            taken.setdefault(buffer, []).append((copy._skipped, copy._skipped + copy.size(at)))
+    for spans in taken.values():
+        spans.sort()
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert spans[-1][1] <= transfer.CHUNK
+    assert not taken.keys() & set(cache._idle)
+    assert len(taken) + len(cache._idle) == len(cache._all)
+
+
 @pytest.mark.parametrize("chunks", [0, 1, 3, 10, 1000] if os.environ.get("ITHACA_FAMILIES") == "long" else [0, 3, 1000])
 def test_everything_at_random(chunks: int, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     choose, store = random.Random(chunks), near_store(opened, monkeypatch, chunks)
@@ -1012,8 +1041,7 @@ def test_everything_at_random(chunks: int, opened: Opener, monkeypatch: pytest.M
             store.wait_copied(handle)
             kept.append((handle, [x.clone()]))
             x.zero_()
-        held = [buffer for copy in store._cache._copies.values() for buffer in copy.buffers] + store._cache._idle
-        assert len(held) == len(set(held)) == len(store._cache._all)
+        assert_no_overlap(store._cache)
         assert len(store) == len(kept)
     assert chunks or store._cache.held_bytes > 0, "even then something is read ahead"
     while kept:

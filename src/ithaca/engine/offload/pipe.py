@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import transfer
 from .host import HostBuffer
 from .scratch import REMEDY, ScratchFile, round_up
 from .store import Meter, human_bytes
-from .transfer import CHUNK, Chunk, Copy, Transfer, Work
+from .transfer import Chunk, Copy, Transfer, Work
 
 WORKERS = 4  # threads for each way
 
@@ -157,7 +158,7 @@ class Staging:
     """One chunk of host memory between device and file. On CUDA each has a stream of its own."""
 
     def __init__(self, device: torch.device):
-        self._buffer = HostBuffer(CHUNK, device)
+        self._buffer = HostBuffer(transfer.CHUNK, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def load(self, flat: Tensor) -> None:

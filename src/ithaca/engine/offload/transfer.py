@@ -101,15 +101,24 @@ class Transfer(Work):
 
 
 class Copy(Work):
-    """The bytes of one put in host memory, one buffer for each chunk of its extent.
+    """The bytes of one put in host memory, one buffer for each chunk of its extent; a short one may begin within its buffer.
 
     saving: `write` fills it, then it goes to the file; else it is read from the file once `write` has filled that.
     """
 
     def __init__(
-        self, buffers: list[HostBuffer], order: int, start: int, length: int, write: Transfer, *, saving: bool
+        self,
+        buffers: list[HostBuffer],
+        skipped: int,
+        order: int,
+        start: int,
+        length: int,
+        write: Transfer,
+        *,
+        saving: bool,
     ):
         self.buffers = buffers  # none: they went to a newer put
+        self._skipped = skipped  # bytes of the buffer that are another's
         self.order, self.start, self.length = order, start, length
         self.offsets = range(0, length, CHUNK)
         self.writer = write
@@ -127,11 +136,11 @@ class Copy(Work):
         return min(CHUNK, self.length - at)
 
     def view(self, at: int) -> memoryview:
-        return memoryview(self.buffers[at // CHUNK].memory)[: self.size(at)]
+        return memoryview(self.buffers[at // CHUNK].memory)[self._skipped : self._skipped + self.size(at)]
 
     def bytes_of(self, chunk: Chunk) -> Tensor:
         at = chunk.offset - self.start
-        return self.buffers[at // CHUNK].bytes.narrow(0, at % CHUNK, chunk.length)
+        return self.buffers[at // CHUNK].bytes.narrow(0, self._skipped + at % CHUNK, chunk.length)
 
 
 @dataclass(frozen=True)
