@@ -210,7 +210,7 @@ def alst(case: Case) -> Work:
     return Work(model, loss, details=f"deepspeed {deepspeed.__version__.strip()}, {shards} tiles of the loss")
 
 
-def unsloth(case: Case, *, checkpoint: Any = False) -> Work:
+def unsloth(case: Case) -> Work:
     """Full fine-tuning by Unsloth. It loads from a folder, and wants a tokenizer there."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -226,7 +226,7 @@ def unsloth(case: Case, *, checkpoint: Any = False) -> Work:
         ).save_pretrained(folder)
         model, _ = library.FastLanguageModel.from_pretrained(
             folder, dtype=torch.bfloat16 if case.device.type == "cuda" else torch.float32, max_seq_length=case.context,
-            load_in_4bit=False, full_finetuning=True, use_gradient_checkpointing=checkpoint,
+            load_in_4bit=False, full_finetuning=True, use_gradient_checkpointing=False,
         )  # fmt: skip
     ids = case.tokens().to(case.device)
     model.train()
@@ -303,9 +303,6 @@ RECIPES = {
         alst, "deepspeed",
     ),
     "unsloth": Recipe("Unsloth's full fine-tuning, nothing checkpointed", unsloth, "unsloth"),
-    "unsloth+ckpt": Recipe(
-        'Unsloth\'s full fine-tuning, use_gradient_checkpointing="unsloth"', partial(unsloth, checkpoint="unsloth"), "unsloth",
-    ),
     "ithaca-composed-layer": Recipe("ithaca with the techniques of Untied Ulysses (UPipe), on one GPU", None),
     "ithaca": Recipe("ithaca with the stack that suits the length", None),
     "ithaca-auto": Recipe("ithaca with the stack that `ithaca plan` chooses for training what runs with AdamW on this GPU", None),
