@@ -416,7 +416,8 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
                 leaving = stage.q_here
             elif attention.ulysses > 1:
                 yield [here, attention.bringing_backward(t), pieces]
-        yield [here, buffers, gradients, pieces]
+        # the input is read again when the gradients are there: now its last piece is here, and one of the stage's output
+        yield [here, buffers, gradients, {"kept": (rank.hidden + stage.q_sent) // rank.pieces if inputs else 0}]
         if attention.shares_kv(t) and stashes and (attention.overlaps or attention.ulysses == 1):
             # the sums of KV gradients are back from where they were stashed
             added = {"attention": stage.q_here + 2 * stage.k_here, "kept": inputs + attention.kv_sums(t)}
