@@ -109,6 +109,7 @@ def test_every_recipe_is_planned_by_its_name(name: str, capsys: pytest.CaptureFi
         code, out, _ = run(capsys, name, "--gpus", "4xH100", "--model.dtype", "bf16", "--json")
     elif found := re.search(r"_1x(\d+)gb", name):
         assert code == 2 and "The file says launch.workers: 1, but not which; give --gpus" in err
+        assert {"24": "such as --gpus 1xRTX4090-24GB ", "48": "such as --gpus 1xL40S-48GB "}[found[1]] in err
         code, out, _ = run(capsys, name, "--gpus", "1xA6000", "--json")
         assert json.loads(out)["budget"] == int(found[1]) * 10**9, "launch.gpu_memory"
     said = json.loads(out)

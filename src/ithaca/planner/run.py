@@ -19,6 +19,7 @@ from ..config.curriculum import phase_configs
 from ..engine.model.presets import PRESETS, PUBLISHED
 from ..stack import Stack
 from .config import requested
+from .gpus import GB, GPUS
 from .hardware import Hardware, parse_gpus
 from .plan import Plan
 from .reasons import reasons_of
@@ -142,7 +143,7 @@ def hardware_of(loaded: Loaded, gpus: str | None) -> tuple[Hardware, str]:
         counted = f"launch.workers: {launch.workers}, but not which" if launch.workers else "neither how many nor which"
         raise ValueError(
             f"which GPUs is {name} for? The file says {counted}; give --gpus, such as --gpus "
-            f"{launch.workers or 8}xH100-80GB (a name that ends with them, as _8xh100, says it too)"
+            f"{launch.workers or 8}x{_example(launch.gpu_memory)} (a name that ends with them, as _8xh100, says it too)"
         ) from None
     if launch.world is not None and launch.world != named.count:
         raise ValueError(
@@ -151,6 +152,14 @@ def hardware_of(loaded: Loaded, gpus: str | None) -> tuple[Hardware, str]:
     if launch.workers is not None:
         named = replace(named, per_node=launch.workers if launch.nodes > 1 else named.per_node)
     return _limited(named, config), f"the name {name}"
+
+
+def _example(limit: int | None) -> str:
+    """A GPU that a run with this `launch.gpu_memory` may be meant for: of that size, the fastest."""
+    if limit is None:
+        return "H100-80GB"
+    found = min(GPUS.values(), key=lambda gpu: (abs(gpu.label * GB - limit), not gpu.cuda, -gpu.peak))
+    return f"{found.name}-{found.label}GB"
 
 
 def _limited(hardware: Hardware, config: Config) -> Hardware:
