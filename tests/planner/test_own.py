@@ -280,6 +280,31 @@ def test_the_longest_context_takes_few_counts():
     assert isinstance(counted(Stack(), 1).memory, Memory)
 
 
+@pytest.mark.parametrize(
+    ("held", "host", "longest_of", "asked"),
+    [
+        ((37, 13), 10, 87_000, (4, 3)),  # further with states on the host; the lines of the others tell where
+        ((37, 37), 10, 63_000, (4, 1)),  # they free nothing
+        ((37, 13), 90, 63_000, (4, 1)),  # the host has no room for them
+        ((102, 13), 10, 87_000, (1, 4)),  # no length fits with them here
+        ((102, 102), 10, 0, (2, 3)),  # nor anywhere
+    ],
+)
+def test_states_move_to_the_host_where_that_reaches_further(
+    held: tuple[int, int], host: int, longest_of: int, asked: tuple[int, int]
+):
+    looked: tuple[list[int], list[int]] = ([], [])
+
+    def look(away: bool, tokens: int) -> Plan:
+        looked[away].append(tokens)
+        states = 0 if away else held[0] - held[1]
+        fits = held[away] + tokens // 1000
+        return counted(Stack(), fits, host * away, context=tokens, states=102 if held[away] > 100 else states)
+
+    found = longest(partial(look, False), 8, 1000, partial(look, True))
+    assert (found.context if found.fits else 0, tuple(map(len, looked))) == (longest_of, asked)
+
+
 # -- presets -------------------------------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,11 @@ What is refused when such a model is prepared is refused here, for the same reas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from ..base.units import format_bytes, format_tokens
@@ -223,27 +225,48 @@ def _words(stack: Stack) -> str:
     return " ".join(f"{name}={stack.words(name)}" for name in names)
 
 
-def longest(look: Callable[[int], Plan], ranks: int, step: int) -> Plan:
-    """The plan of the longest context that fits, in multiples of `step`: memory grows evenly with it, so two counts tell where it
-    meets the budget, and the last two show that it fits there and not one step further."""
+def longest(look: Callable[[int], Plan], ranks: int, step: int, away: Callable[[int], Plan] | None = None) -> Plan:
+    """The plan of the longest context that fits, in multiples of `step`. away: the same with weights and states on the host, asked
+    where the GPU has no room for a step more."""
+    look = cache(look)
+    never = away is not None and _hopeless(look(ranks * step))
+    tried = {} if never else _searched(look, ranks, step)
+    fits = max((n for n, plan in tried.items() if plan.fits), default=0)
+    beyond = tried.get(fits + 1)
+    if away is not None and (never or (beyond is not None and beyond.shares["GPU memory"] > 1)):
+        further = _searched(away, ranks if never else fits + 1, step, fits, tried)
+        most = max((n for n, plan in further.items() if plan.fits), default=None)
+        if most is not None:
+            return further[most]
+    return tried[fits] if fits else look(step)
+
+
+def _searched(
+    look: Callable[[int], Plan], first: int, step: int, fits: int = 0, others: Mapping[int, Plan] = MappingProxyType({})
+) -> dict[int, Plan]:
+    """Plans at multiples of `step`: memory grows evenly with it, so two counts tell where it meets the budget, and the last two
+    show that it fits there and not one step further. fits: known to. others: plans of the same that grow as these do."""
     tried: dict[int, Plan] = {}
-    at = ranks
-    while True:
+    at = first
+    while at not in tried:
         tried[at] = look(at * step)
-        fits = max((n for n, plan in tried.items() if plan.fits), default=0)
+        fits = max((n for n, plan in tried.items() if plan.fits), default=fits)
         fails = min((n for n, plan in tried.items() if not plan.fits), default=None)
         if fails is not None and fails - fits <= 1:
-            return tried[fits or fails]
+            break
         most = 2**30 // step if fails is None else fails - 1
-        at = (fits + most + 1) // 2 if len(tried) > GUESSES else min(max(_guess(tried), fits + 1), most)
-        if at in tried:  # as long as any
-            return tried[fits]
+        at = (fits + most + 1) // 2 if len(tried) > GUESSES else min(max(_guess(tried, others), fits + 1), most)
+    return tried
 
 
-def _guess(tried: dict[int, Plan]) -> int:
-    """Where the fullest of the budgets is full, by a line through the shortest and the longest."""
-    a, b = min(tried), max(tried)
-    x, y = (max(tried[n].shares.values()) for n in (a, b))
-    if x == y:
-        return 4 * b if x <= 1 else a // 4
-    return int(a + (1 - x) * (b - a) / (y - x))
+def _guess(tried: Mapping[int, Plan], others: Mapping[int, Plan]) -> int:
+    """Where the first of the budgets is full, by lines through the shortest and the longest."""
+    last, drawn = max(tried), tried if len(tried) > 1 else others
+    a, b, shares, full = min(drawn, default=0), max(drawn, default=0), tried[last].shares, list[float]()
+    for budget, share in shares.items() if a < b else ():
+        slope = (drawn[b].shares[budget] - drawn[a].shares[budget]) / (b - a)
+        if 0 < slope < float("inf"):
+            full.append(last + (1 - share) / slope)
+    if not full:
+        return 4 * last if max(shares.values()) <= 1 else last // 4
+    return int(min(full))

@@ -120,8 +120,9 @@ def plan(
         asynchronous=asynchronous, units=objective != "sft", reference=reference, trees=trees,
         processors=hardware.gpu.processors if deterministic else 0,
     )  # fmt: skip
-    may_offload = offload_optimizer is None and stack is None and given.shard_parameters and optimizer == "adamw"
-    may_offload = may_offload and not quantize  # four bits make it needless
+    may_offload = _may_offload(
+        stack=stack, offload_optimizer=offload_optimizer, optimizer=optimizer, quantize=quantize, **pinned
+    )
     if config is not None:
         require(given.violations(), f"no plan for {sizes.name}")
         if stack is not None:
@@ -214,7 +215,14 @@ def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CO
     given = options.get("stack") or Stack(engine=options.get("engine", "auto"))
     if isinstance(model, str) and is_own(model, given):
         ranks = (parse_gpus(gpus) if isinstance(gpus, str) else gpus).count
-        return longest(lambda tokens: plan(model, gpus=gpus, context=tokens, only_fit=True, **options), ranks, step)
+        options["only_fit"] = True
+        if not _may_offload(**options):
+            return longest(lambda tokens: plan(model, gpus=gpus, context=tokens, **options), ranks, step)
+        here, there = ({**options, "offload_optimizer": away} for away in (False, True))
+        return longest(
+            lambda tokens: plan(model, gpus=gpus, context=tokens, **here), ranks, step,
+            lambda tokens: _moved(plan(model, gpus=gpus, context=tokens, **there)),
+        )  # fmt: skip
 
     def fits(steps: int) -> bool:
         return plan(model, gpus=gpus, context=steps * step, only_fit=True, **options).fits
@@ -226,6 +234,14 @@ def max_context(model: str | ModelSizes, *, gpus: str | Hardware, step: int = CO
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return plan(model, gpus=gpus, context=max(low, 1) * step, **options)
+
+
+def _may_offload(
+    *, stack: Stack | None = None, offload_optimizer: bool | None = None, optimizer: str = "adamw",
+    quantize: str | None = None, shard_parameters: bool = True, **_: Any,
+) -> bool:  # fmt: skip
+    """Whether a search may leave weights and states on the host. Four bits make it needless."""
+    return stack is None and offload_optimizer is None and optimizer == "adamw" and not quantize and shard_parameters
 
 
 def is_own(model: str, stack: Stack) -> bool:
