@@ -228,6 +228,12 @@ def test_first_lines():
     ]
 
 
+def test_a_kernel_that_is_not_known_yet():
+    own = Stack(ulysses=8, engine="module")
+    stack = headline(Facts(**{**FACTS, "kernel": "", "stack": own})).splitlines()[1]
+    assert stack.endswith("engine module, FSDP2, kernel chosen in the first step")
+
+
 def test_ranks_that_share_a_gpu_say_so():
     first = headline(Facts(**{**FACTS, "shared": 1})).splitlines()[0]
     assert first.endswith("on 8 ranks that share 1 × NVIDIA H100 80GB HBM3: a rehearsal, its speed means nothing")

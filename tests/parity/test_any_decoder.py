@@ -65,7 +65,7 @@ TRIALS = [
     Trial("olmo3", Stack(ulysses=2, ring=2, shard_parameters=False, recompute="none", engine="module"), packed=True),
     Trial("gemma2", Stack(ulysses=2, ring=2, heads_per_stage=1, tile=9)),
     Trial("gemma4_text", Stack(ulysses=4, store="disk"), packed=True),
-    Trial("deepseek_v3", Stack(ulysses=2, ring=2), packed=True),
+    Trial("deepseek_v3", Stack(ulysses=2, ring=2), packed=True, lora=True),
     Trial("cohere2", Stack(ulysses=2, store=("host", "gpu", "gpu", "host")), lora=True),
 ]
 if os.environ.get("ITHACA_FAMILIES") == "long":  # make families

@@ -180,6 +180,16 @@ def test_names_that_peft_takes_for_experts(caplog: pytest.LogCaptureFixture):
             wrapped(targets=targets)
 
 
+def test_adapters_on_latent_attention(caplog: pytest.LogCaptureFixture):
+    """DeepSeek's q, k and v are made by two linears each."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(smallest("deepseek_v3"))
+    wrapped = build.with_lora(model, Lora(rank=2), 0)
+    adapted = {n.rpartition(".")[2] for n, module in wrapped.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert "no adapters on gate_proj, up_proj, down_proj: its experts" in caplog.text and "q_proj" not in caplog.text
+
+
 def test_a_model_without_the_usual_linears_is_told_to_name_its_own():
     model = torch.nn.ModuleDict({"query_key_value": torch.nn.Linear(4, 4), "dense": torch.nn.Linear(4, 4)})
     with pytest.raises(

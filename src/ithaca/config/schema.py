@@ -20,6 +20,7 @@ from .option import option, required
 LONGEST = 2**40  # tokens of a row
 DECAY, DECAY_SHAPE = 0.1, "1-sqrt"  # of a wsd schedule that does not say
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # q, k, v of latent attention
 
 
 TASKS = ("needle", "multi_key", "multi_value", "variable_tracking", "common_words")
@@ -76,7 +77,11 @@ class Lora:
     rank: int = option(16, "Rank of each adapter.", least=1, most=65536)
     alpha: float = option(32.0, "Adapters are scaled by alpha / rank.", above=0)
     dropout: float = option(0.0, "Must be 0: with dropout no result could be compared with the untouched model.")
-    targets: tuple[str, ...] = option(LINEARS, "Linear layers that get an adapter. Experts get none.")
+    targets: tuple[str, ...] = option(
+        LINEARS,
+        "Linear layers that get an adapter. The default means what a model has in their place too (gate_up_proj, q_a_proj). "
+        "Experts get none.",
+    )
     merge_on_export: bool = option(False, "Export the base with adapters added in; false = a PEFT adapter folder.")
 
 

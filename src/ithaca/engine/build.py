@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..base.hub import find_name, short
-from ..config.schema import LINEARS, Config, Lora, Model
+from ..config.schema import LATENT, LINEARS, Config, Lora, Model
 from ..stack import Stack
 from .model.config import read_config
 from .model.families import FAMILIES
@@ -187,7 +187,9 @@ def _there(targets: Iterable[str], linears: Sequence[str], model: nn.Module) -> 
             f"model.lora: this model has none of the linear layers {', '.join(targets)}; name others in model.lora.targets: "
             f"{', '.join(sorted(leaves))}"
         )
-    left = [target for target in targets if target not in there]
+    latent = tuple(name for name in LATENT if name in leaves)
+    there = (*there, *latent)
+    left = [target for target in targets if target not in there and not (latent and target in LINEARS[:3])]
     of_experts = [target for target in left if mixture and target in MLP]
     if of_experts:
         shared = "" if leaves.isdisjoint(of_experts) else ", and PEFT knows no other linear layer by these names"

@@ -97,7 +97,7 @@ class Facts:
     devices: int  # processes, one per GPU
     device: str  # name of the GPU, or CPU
     stack: Stack
-    kernel: str  # of attention, as resolved
+    kernel: str  # of attention, as resolved; "" = of a model by its own code, which asks for it in the first step
     nodes: int = 1
     shared: int = 0  # GPUs that the processes share; 0 = each has its own
     done: int = 0  # steps that are done already
@@ -142,7 +142,7 @@ def headline(facts: Facts) -> str:
     if facts.eval_every is not None:
         often.append(f"evaluates every {facts.eval_every:,}")
     parts = {
-        "stack": f"{describe_stack(facts.stack)}, kernel {facts.kernel}",
+        "stack": f"{describe_stack(facts.stack)}, kernel {facts.kernel or 'chosen in the first step'}",
         "model": f"{compact(facts.parameters)} parameters, {trained}, {facts.dtype}",
         "data": f"{rows}, {compact(left)} in all" + (f"; {facts.data}" if facts.data else ""),
         "folder": f"{facts.folder}; {', '.join(often)}",

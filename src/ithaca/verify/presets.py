@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..base.hub import local
+from ..config.schema import LATENT
 from ..engine.model.config import read_config
 from ..engine.model.families import FAMILIES, config_violations
 from ..engine.model.presets import NO_SPECIAL, PRESETS, TINY, find_preset, preset_config
@@ -108,6 +109,7 @@ def add_lora(model: nn.Module, seed: int) -> nn.Module:
         "down_proj",
         "c_fc",
         "c_proj",
+        *LATENT,
     ]
     linears = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     mixers = sorted(name for name in linears if name.startswith("in_proj"))
