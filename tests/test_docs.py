@@ -271,6 +271,15 @@ def test_commands_of_the_pages_are_understood(capsys: pytest.CaptureFixture[str]
     assert seen > 80
 
 
+def test_the_plan_on_the_first_page_is_what_is_printed(capsys: pytest.CaptureFixture[str]):
+    first = blocks(ROOT / "README.md")
+    asked = next(words_of(command) for block in first for command, _ in commands(block) if " plan " in command)
+    shown = next(first).text.replace("  ...\n", "").splitlines()
+    assert asked is not None and main(asked) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(shown) == 3 and [line for line in shown if not any(p.startswith(line) for p in printed)] == []
+
+
 def test_blocks_with_commands_say_so():
     """In pages whose commands are run, a block without a language is output, and none with commands escapes."""
     untyped = [
