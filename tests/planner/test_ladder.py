@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 
 from ithaca.base.units import format_bytes
 from ithaca.cli.main import main
+from ithaca.planner.chart import ladder_svg
 from ithaca.planner.ladder import ladder
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_each_rung_takes_something_away():
@@ -57,6 +61,24 @@ def test_a_field_that_is_given_is_so_on_every_rung(pinned: dict, left_out: set[s
     assert not found.sweeps.keys() & pinned.keys()
 
 
+def picture() -> str:
+    """Of the first page: the ladder without its sweeps."""
+    return ladder_svg({**ladder("llama3_8b", gpus="8xH100-80GB", context="3M").json(), "sweeps": {}})
+
+
+def test_the_pages_show_the_ladder_of_today(capsys: pytest.CaptureFixture[str]):
+    """Else: python -m tests.planner.test_ladder > docs/images/ladder.svg, and the same in README.md and docs/guides/plan.md."""
+    assert (DOCS / "images/ladder.svg").read_text() == picture()
+    assert main(["ladder", "llama3_8b", "--gpus", "8xH100-80GB", "--context", "3M"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"^  (?:plain|\+).*$", (DOCS / "guides/plan.md").read_text(), re.MULTILINE)
+    assert len(shown) == 8 and all(
+        line.startswith(was.removesuffix(" ...")) for line, was in zip(printed[1:9], shown, strict=True)
+    )
+    first, last = (re.findall(r"[\d.]+ [TG]B", line)[0] for line in (printed[1], printed[8]))
+    assert f"plain {first}, with all of them {last}]" in (DOCS.parent / "README.md").read_text()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn, page, photo = tmp_path / "ladder.svg", tmp_path / "ladder.html", tmp_path / "ladder.png"
     arguments = ["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "256K", "--json", "--svg", str(drawn)]
@@ -83,3 +105,7 @@ def test_a_picture_needs_matplotlib(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["ladder", "llama32_1b", "--gpus", "1xH200", "--context", "8K", "--png", str(tmp_path / "x.png")]) == 2
     assert "pip install 'ithaca[plots]'" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    print(picture(), end="")
