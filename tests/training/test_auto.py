@@ -25,6 +25,7 @@ from ithaca.planner.config import hf_config
 from ithaca.stack import Stack
 from ithaca.training import automatic, trainer
 from ithaca.training.automatic import automatic_stack, hardware_here, planned
+from ithaca.training.preflight import check_run
 
 CUDA = torch.device("cuda", 0)
 
@@ -188,6 +189,22 @@ def test_adapters_on_latent_attention(caplog: pytest.LogCaptureFixture):
     adapted = {n.rpartition(".")[2] for n, module in wrapped.named_modules() if hasattr(module, "lora_A")}
     assert adapted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert "no adapters on gate_proj, up_proj, down_proj: its experts" in caplog.text and "q_proj" not in caplog.text
+
+
+@pytest.mark.parametrize("trial", [True, False])
+def test_what_a_run_will_say_again_is_not_said_before(trial: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A look that no run follows says it, once for all phases."""
+    phases = "[{context: 64, steps: 2}, {context: 128, steps: 2}]"
+    given = [
+        "model.folder=tiny_qwen3_moe",
+        "model.random_init=false",
+        "model.lora={rank: 2}",
+        f"phases={phases}",
+        f"run.folder={tmp_path / 'run'}",
+    ]
+    loaded = load(None, [*given, "data.context=128", "train.steps=4"], "tiny_cpu")
+    check_run(loaded.config, loaded.text, keep=False, trial=trial).require()
+    assert caplog.text.count("its experts have none") == trial
 
 
 def test_a_model_without_the_usual_linears_is_told_to_name_its_own():

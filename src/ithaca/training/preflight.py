@@ -11,6 +11,7 @@ Of more than that the first records are tried, and the verdict says that the res
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -127,7 +128,8 @@ def check_run(
             with preflight.noting(CONFIG, about):
                 if not any(gap.startswith("model.folder") for gap in gaps):
                     hf = model_config(part.model, part.data.context)
-                    need = max(need, _model(part, hf))
+                    with _heard(trial and number == 1):  # a run says it again
+                        need = max(need, _model(part, hf))
                     if not gaps:
                         stream = _data(read, part, hf.vocab_size, about)
                         if stream is not None:
@@ -141,6 +143,18 @@ def check_run(
     with preflight.noting(CHECKPOINT):
         _room(folder, need)
     return preflight
+
+
+@contextmanager
+def _heard(heard: bool) -> Iterator[None]:
+    """Whether warnings are shown."""
+    log = logging.getLogger("ithaca")
+    before = log.level
+    log.setLevel(before if heard else logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _model(config: Config, hf: Any) -> int:
