@@ -85,10 +85,13 @@ def test_layers_below_all_adapters_run():
 
 
 @pytest.mark.skipif(os.environ.get("ITHACA_PLANS") != "long", reason="every tile of a model executed, 20 s: make plans")
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe", "bamba"])
-def test_tiles_that_are_alike_hold_what_was_executed(kind: str):
-    """By tiles of its mixers and MLPs, a short one last; every tile against some."""
-    config, stack = smallest(kind), Stack(engine="module", tile=64, recompute="keep_attention", store="gpu")
+@pytest.mark.parametrize(
+    ("kind", "heads"), [("qwen3_5_text", None), ("qwen3_5_text", 1), ("glm4_moe", None), ("bamba", None)]
+)
+def test_tiles_that_are_alike_hold_what_was_executed(kind: str, heads: int | None):
+    """By tiles of its mixers and MLPs, a short one last, and by a scan's heads; every tile and stage against some."""
+    config = smallest(kind)
+    stack = Stack(engine="module", tile=64, heads_per_stage=heads, recompute="keep_attention", store="gpu")
     some, every = (dry_run(job_of(config, stack, 1, 8 * 64 + 20), config, every=each) for each in (False, True))
     assert {p: sum(by.values()) for p, by in some.phases.items()} == {
         p: sum(by.values()) for p, by in every.phases.items()

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...base.holding import holds
+from ...engine.attention.head_schedule import Stage
+from ...engine.layer import mixer
 from ...engine.layer.mixer_tiles import mixer_tile
 from ...engine.layer.module import running_call
 from ...engine.model.shrink import layer_kind, per_layer
@@ -146,6 +148,25 @@ def alike_tiles(run: Run, tokens: int) -> Iterator[None]:
     finally:
         for part, name, found in whole:
             setattr(part, name, found)
+
+
+@contextmanager
+def alike_stages() -> Iterator[None]:
+    """Of the heads of a scan some at a time: the first two stages and the last two run, and those of other sizes. What they make
+    lies in tensors of all heads, and the others leave nothing behind."""
+    every = mixer.head_schedule
+
+    def some(*asked: Any) -> tuple[Stage, ...]:
+        stages = every(*asked)
+        sizes = [tuple(map(len, (*stage.queries, *stage.kv))) for stage in stages]
+        last = len(stages) - 2
+        return tuple(stage for at, stage in enumerate(stages) if not 2 <= at < last or sizes[at] != sizes[1])
+
+    mixer.head_schedule = some
+    try:
+        yield
+    finally:
+        mixer.head_schedule = every
 
 
 @dataclass

@@ -44,7 +44,7 @@ from ...engine.run import Run
 from ...stack import PER_LAYER, Stack
 from .alike import LeftOut, chosen, held_by, on_host, state_bytes
 from .kernels import DryKernels, DryLoss, DryNf4, DryTokens
-from .own import NotAlike, alike_tiles, stand_ins
+from .own import NotAlike, alike_stages, alike_tiles, stand_ins
 from .store import DryGpuStore, DryStore
 from .tracker import LiveBytes, plain_tensors
 
@@ -130,6 +130,7 @@ def _dry_run(
         batch = _batch(run, job, documents, fake)
         if own and not every:
             opened.enter_context(alike_tiles(run, batch.input_ids.shape[1]))
+            opened.enter_context(alike_stages())
         try:
             _step(run, job, batch, per_weight, tracker)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
