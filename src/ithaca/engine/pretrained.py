@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .mesh import whole_tensor
 from .model.nf4 import Nf4, unpacked
 
 WAIT = timedelta(seconds=60)  # for the other ranks to call it too; they come from the same step
@@ -43,7 +44,7 @@ def _save(model: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
                 value = DTensor.from_local(
                     unpacked(value.to_local()), value.device_mesh, value.placements, run_check=False
                 )
-            value = value.to_local() if _is_whole(value) else value.full_tensor()
+            value = value.to_local() if _is_whole(value) else whole_tensor(value)
         if first:
             state[name] = value.detach().cpu()
     options.setdefault("is_main_process", first)

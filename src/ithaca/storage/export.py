@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base.hub import local
 from ..base.versions import require_floors
-from ..engine.mesh import Group, Mesh
+from ..engine.mesh import Group, Mesh, whole_tensor
 from ..engine.model.config import check_settings, harmless
 from ..engine.model.nf4 import Nf4, unpacked
 from ..engine.model.weights import Folder, named_tensors, saved_name
@@ -73,7 +73,7 @@ def export_model(
         value = named[name].detach()
         if isinstance(value, DTensor):  # cast first: half the traffic; on the device: that is where ranks can talk
             rows: Any = like(unpacked(value.to_local()).to(mesh.device, dtype), value, value.shape)
-            value = rows.full_tensor()
+            value = whole_tensor(rows)
         return value.to("cpu", dtype) if mesh.world.rank == 0 else value
 
     outgoing = Outgoing(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..base.hub import local
 from ..engine.batch import Batch
+from ..engine.mesh import whole_tensor
 from ..engine.model.config import read_config
 from ..engine.model.presets import TINY, find_preset
 from ..engine.model.weights import cast_parameters
@@ -200,10 +201,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Gradients by name, whole, on every rank (a shard's gradient is gathered)."""
     gradients = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is not None and hasattr(grad, "full_tensor"):
-            grad = grad.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-        gradients[name] = grad
+        gradients[name] = None if parameter.grad is None else whole_tensor(parameter.grad)
     return gradients
 
 

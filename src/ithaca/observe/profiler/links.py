@@ -14,13 +14,14 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from ...engine.mesh import all_gather
+
 NBYTES = 256 << 20  # a stage of heads at a million tokens is about as large
 ROUNDS, WARM = 10, 3
 CHECKED = (4 << 10, 256 << 10, 4 << 20, 64 << 20)  # bytes: NCCL has another protocol for each
 
 
-# torch 2.13 has new names for them, and warns of the old ones
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# torch 2.13 has a new name for it, and warns of the old one
 _reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -36,7 +37,7 @@ def check_collectives(device: str, sizes: tuple[int, ...] = CHECKED) -> None:
         received, narrow, wide = torch.empty_like(mine), torch.empty_like(mine[:part]), mine.repeat(world)
         dist.all_to_all_single(received, mine)
         _reduce(narrow, mine)
-        _gather(wide, mine)
+        all_gather(wide, mine)
         summed = mine.clone()
         dist.all_reduce(summed)
         pairs = {
@@ -78,7 +79,7 @@ def measure_links(device: str, nbytes: int = NBYTES, rounds: int = ROUNDS) -> di
     others = (world - 1) / world
     todo: dict[str, tuple[float, Callable[[], object]]] = {
         "all_to_all": (others * whole.nbytes, lambda: dist.all_to_all_single(received, whole)),
-        "gather": (others * whole.nbytes, lambda: _gather(received, narrow)),
+        "gather": (others * whole.nbytes, lambda: all_gather(received, narrow)),
         "reduce": (others * sums.nbytes, lambda: _reduce(reduced, sums)),
         "ring": (whole.nbytes, ring),
     }
