@@ -246,8 +246,10 @@ def test_a_signal_during_the_imports_ends_the_run_at_once(started: Started):
 def test_the_template_dies_with_the_launcher(started: Started):
     started.start()
     started.found()
-    family = psutil.Process(started.process.pid).children(recursive=True)
-    assert len(family) == 4
+    launcher = psutil.Process(started.process.pid)
+    # A worker may say what it finds before the template has waited for the process between the two.
+    wait_until(lambda: len(launcher.children(recursive=True)) == 4)
+    family = launcher.children(recursive=True)
     started.process.kill()
     started.process.communicate()
     gone, left = psutil.wait_procs(family)
