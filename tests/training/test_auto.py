@@ -181,10 +181,13 @@ def test_names_that_peft_takes_for_experts(caplog: pytest.LogCaptureFixture):
             wrapped(targets=targets)
 
 
-def test_adapters_on_latent_attention(caplog: pytest.LogCaptureFixture):
-    """DeepSeek's q, k and v are made by two linears each."""
+@pytest.mark.parametrize("dense", [False, True])
+def test_adapters_on_latent_attention(dense: bool, caplog: pytest.LogCaptureFixture):
+    """DeepSeek's q, k and v are made by two linears each. Its MLPs have none where all of them are dense either."""
+    hf = smallest("deepseek_v3")
+    hf.first_k_dense_replace = hf.num_hidden_layers if dense else hf.first_k_dense_replace
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(smallest("deepseek_v3"))
+        model = AutoModelForCausalLM.from_config(hf)
     wrapped = build.with_lora(model, Lora(rank=2), 0)
     adapted = {n.rpartition(".")[2] for n, module in wrapped.named_modules() if hasattr(module, "lora_A")}
     assert adapted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}

@@ -190,7 +190,7 @@ def _there(targets: Iterable[str], linears: Sequence[str], model: nn.Module) -> 
     latent = tuple(name for name in LATENT if name in leaves)
     there = (*there, *latent)
     left = [target for target in targets if target not in there and not (latent and target in LINEARS[:3])]
-    of_experts = [target for target in left if mixture and target in MLP]
+    of_experts = [target for target in left if target in MLP and (mixture or target in leaves)]
     if of_experts:
         shared = "" if leaves.isdisjoint(of_experts) else ", and PEFT knows no other linear layer by these names"
         log.warning("model.lora: no adapters on %s: its experts have none%s", ", ".join(of_experts), shared)
