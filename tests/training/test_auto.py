@@ -210,6 +210,23 @@ def test_what_a_run_will_say_again_is_not_said_before(trial: bool, tmp_path: Pat
     assert caplog.text.count("its experts have none") == trial
 
 
+def test_what_takes_time_before_a_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A proof is made here and kept, so a run does not say it."""
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(smallest("deepseek_v3")).save_pretrained(folder)
+    given = [
+        f"model.folder={folder}",
+        "model.random_init=false",
+        "model.lora={rank: 2}",
+        f"run.folder={tmp_path / 'run'}",
+    ]
+    more = ["stack={engine: module}", "data.context=128", "train.steps=4"]
+    loaded = load(None, [*given, *more], "tiny_cpu")
+    with caplog.at_level("INFO", "ithaca"):
+        check_run(loaded.config, loaded.text, keep=False).require()
+    assert "by its own code" in caplog.text and "its experts have none" not in caplog.text
+
+
 def test_a_model_without_the_usual_linears_is_told_to_name_its_own():
     model = torch.nn.ModuleDict({"query_key_value": torch.nn.Linear(4, 4), "dense": torch.nn.Linear(4, 4)})
     with pytest.raises(

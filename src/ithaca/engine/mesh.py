@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..stack import Stack, require
 
-all_gather = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # torch 2.13 has a new name, and warns of the old
+# torch 2.13 has a new name for it, and warns of the old one
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .limits import NEWTON_SCHULZ
+from .mesh import whole_tensor
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at 0, near 1 at 1
@@ -79,7 +80,7 @@ class Muon(torch.optim.AdamW):
         momentum = state["momentum"].lerp_(grad, 1 - MOMENTUM)
         update = grad.lerp(momentum, MOMENTUM).to(self.compute)  # Nesterov's
         if isinstance(update, DTensor):
-            whole = orthogonal(update.full_tensor())
+            whole = orthogonal(whole_tensor(update))
             update = distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
         else:
             update = orthogonal(update)

@@ -128,8 +128,7 @@ def check_run(
             with preflight.noting(CONFIG, about):
                 if not any(gap.startswith("model.folder") for gap in gaps):
                     hf = model_config(part.model, part.data.context)
-                    with _heard(trial and number == 1):  # a run says it again
-                        need = max(need, _model(part, hf))
+                    need = max(need, _model(part, hf, heard=trial and number == 1))
                     if not gaps:
                         stream = _data(read, part, hf.vocab_size, about)
                         if stream is not None:
@@ -147,7 +146,7 @@ def check_run(
 
 @contextmanager
 def _heard(heard: bool) -> Iterator[None]:
-    """Whether warnings are shown."""
+    """Whether what is logged is shown."""
     log = logging.getLogger("ithaca")
     before = log.level
     log.setLevel(before if heard else logging.ERROR)
@@ -157,10 +156,11 @@ def _heard(heard: bool) -> Iterator[None]:
         log.setLevel(before)
 
 
-def _model(config: Config, hf: Any) -> int:
-    """Build it without numbers, and compare it with its files, its stack and its optimizer. -> bytes of a checkpoint, at least"""
+def _model(config: Config, hf: Any, heard: bool) -> int:
+    """Build it without numbers, and compare it with its files, its stack and its optimizer. -> bytes of a checkpoint, at least
+    heard: show what building it logs, which a run says again."""
     options, stack = config.model, config.stack.chosen
-    with torch.device("meta"):
+    with torch.device("meta"), _heard(heard):
         model, _ = build_model(options, hf, config.train.seed)
     decoder = read_decoder(model, stack or Stack())
     check_criterion(config.objective.kind, decoder)
