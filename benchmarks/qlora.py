@@ -1,11 +1,10 @@
-"""QLoRA beside LoRA on one GPU: time and memory of a step, the longest context under a limit, and the way from a folder.
+"""QLoRA beside LoRA on one GPU: time and memory of a step, and the way from a folder. How long under a limit: recipes.py.
 
     python benchmarks/qlora.py --layers 8 --context 32K               # LoRA in bf16 and NF4: seconds, tokens/s, GB, GB planned
-    python benchmarks/qlora.py --fit 24GB --host 40GB                 # all layers, a step at the longest context planned for that
     python benchmarks/qlora.py --load /scratch/8b                     # writes a folder once, then: seconds to the first loss
     python benchmarks/qlora.py --shape tiny_llama --context 256 --cpu  # no GPU: does it still run?
 
-Random weights, adapters of rank 16 on every linear, one row, AdamW. With --fit torch is not given more than the limit.
+Random weights, adapters of rank 16 on every linear, one row, AdamW.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ import torch
 from rank_of_n import size
 
 import ithaca
-from ithaca.base.units import format_tokens, parse_room
 from ithaca.engine.job import Job
 from ithaca.engine.model.sizes import read_sizes, sliced
 from ithaca.engine.model.weights import fill_at_random
 from ithaca.observe.profiler.steps import ready
 from ithaca.planner.config import hf_config
 from ithaca.planner.dry_run.run import meta_model
-from ithaca.planner.hardware import parse_gpus
 from ithaca.planner.memory import predict
-from ithaca.planner.search import max_context
 from ithaca.stack import Stack
 from ithaca.storage.export import export_model
 
@@ -68,22 +64,6 @@ def beside(options: argparse.Namespace, device: torch.device) -> None:
         print(f"| {quantize or 'bf16'} | {seconds:.2f} | {rate:,.0f} | {peak / 1e9:.2f} | {planned / 1e9:.2f} |")
 
 
-def fitted(options: argparse.Namespace, device: torch.device) -> None:
-    """The longest context that is planned under a limit, run under it."""
-    hardware, limit = parse_gpus("1xH200"), parse_room(options.fit)
-    hardware = replace(hardware, gpu=replace(hardware.gpu, memory=limit))
-    found = max_context(
-        options.shape, gpus=hardware, host=options.host, lora=RANK, quantize="nf4", kernel=options.kernel
-    )
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(device).total_memory)
-    seconds, peak = stepped(found.job, options.shape, None, device, 0)
-    print(f"{options.fit}: {format_tokens(found.context)} tokens, {found.stack}")
-    print(
-        f"{seconds:.1f} s a step (planned {found.speed.seconds:.1f}), {peak / 1e9:.2f} GB (planned {found.allocated / 1e9:.2f})"
-    )
-
-
 def loaded(options: argparse.Namespace, device: torch.device) -> None:
     """From a folder to the first loss, and what the GPU held until then."""
     folder, config = Path(options.load), hf_config(options.shape)
@@ -120,15 +100,11 @@ def main() -> None:
     parser.add_argument("--heads", type=int, help="at a time")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--kernel", default="fa4", help="that the plan counts with")
-    parser.add_argument("--fit", metavar="ROOM")
-    parser.add_argument("--host", default="100GB", help="of the plan of --fit")
     parser.add_argument("--load", metavar="FOLDER")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     device = torch.device("cpu" if options.cpu else "cuda")
-    if options.fit:
-        fitted(options, device)
-    elif options.load:
+    if options.load:
         loaded(options, device)
     else:
         beside(options, device)

@@ -2,6 +2,7 @@
 
     python benchmarks/recipes.py llama31_8b_qlora_128k_1x24gb llama31_8b_lora_128k_1x48gb --layers 4
     python benchmarks/recipes.py llama3_8b_2m_1xh200 --layers 4 --no-attention
+    python benchmarks/recipes.py llama31_8b_qlora_128k_1x24gb --set stack=auto --max-context --host 128GiB --no-attention
     python benchmarks/recipes.py tiny_cpu --cpu       # no GPU: does it still run?
 
 Each recipe has the plan of `ithaca plan RECIPE`, of which one step is timed behind a first one that warms up: random weights of
@@ -13,6 +14,7 @@ the machine has free than before the model was built, so nothing else may run th
 store keeps near. Where `store` is disk, TMPDIR names the folder. One that does not fit is a row that says so.
 
     --no-attention    memory runs at millions of tokens: a stand-in kernel allocates its tensors and computes nothing
+    --max-context     not the recipe's context, but the longest that is planned for its GPU and a host of --host
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from ithaca.base.units import format_bytes
+from ithaca.base.units import format_bytes, format_tokens
 from ithaca.cli.measuring import limit_of
 from ithaca.config import recipe_names
 from ithaca.engine.attention.choice import kernels_here
@@ -42,7 +44,7 @@ from ithaca.planner.run import hardware_of, load_run, parts_of
 
 MEANT = {"1x24gb": "1xRTX4090", "1x48gb": "1xL40S"}  # names that say the memory of a GPU, and not which it is
 CPU = "4xH100-80GB"  # plans are of GPUs: that of a run on a CPU is made for these
-HEAD = ["recipe", "layers", "attention", "limit", "step", "peak", "plan", "plan off", "host", "plan"]
+HEAD = ["recipe", "context", "layers", "attention", "limit", "step", "peak", "plan", "plan off", "host", "plan"]
 
 
 class Measured(NamedTuple):
@@ -52,12 +54,13 @@ class Measured(NamedTuple):
     host: int
 
 
-def planned(recipe: str, cpu: bool) -> tuple[str, Plan]:
+def planned(recipe: str, options: argparse.Namespace) -> tuple[str, Plan]:
     """-> preset, and the plan that `ithaca plan` makes of a recipe; of several phases the longest"""
-    loaded = load_run(recipe, ["model.dtype=bf16"] if cpu else [])  # no other type is planned
+    cpu = ["model.dtype=bf16"] if options.cpu else []  # no other type is planned
+    loaded = load_run(recipe, [*cpu, *options.set])
     hardware, _ = hardware_of(loaded, CPU if cpu else MEANT.get(recipe.rpartition("_")[2]))
     part = max(parts_of(loaded), key=lambda part: part.asked["context"])
-    return part.model, part.plan(gpus=hardware)
+    return part.model, part.plan(options.max_context, gpus=hardware, host=options.host)
 
 
 def on_this_machine(job: Job, device: torch.device) -> Job:
@@ -102,13 +105,13 @@ def measured(wanted: Wanted, attention: bool) -> Measured:
 
 
 def row(recipe: str, options: argparse.Namespace) -> list[str]:
-    preset, whole = planned(recipe, options.cpu)
+    preset, whole = planned(recipe, options)
     limit = None if options.cpu else limit_of(whole.hardware.gpu)
     wanted = Wanted(job=whole.job, model=preset, layers=options.layers, states=True, cpu=options.cpu, limit=limit)
     if not options.no_attention:
         wanted = replace(wanted, job=on_this_machine(whole.job, wanted.device))
     said = expected(whole, wanted, whole.job.kernel)
-    first = [recipe, str(said.model.layers)]
+    first = [recipe, format_tokens(whole.context), str(said.model.layers)]
     room = "-" if limit is None else format_bytes(limit)
     try:
         with limited(limit, wanted.device):
@@ -131,6 +134,9 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", choices=recipe_names(), metavar="RECIPE", help="ithaca recipes ls")
     parser.add_argument("--layers", type=int, help="run so many of its layers only, and hold the states of all")
     parser.add_argument("--no-attention", action="store_true")
+    parser.add_argument("--max-context", action="store_true")
+    parser.add_argument("--host", help="of the plan, e.g. 128GiB (default: what is usual)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the recipes")
     parser.add_argument("--cpu", action="store_true", help="try it without a GPU")
     options = parser.parse_args()
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)

@@ -8,7 +8,8 @@
 
 Weights are random, tokens are drawn by Zipf's law with a fixed seed; the model, its optimizer and its data go the whole way of a
 user's run: config, packing, launch, AdamW on fp32 masters, metrics, checkpoint at the end. What it writes goes into a temporary
-folder and is removed. Prints the step table from metrics.jsonl; the first step also builds kernels and pins host memory.
+folder and is removed. Prints the step table from metrics.jsonl; the first step also builds kernels and pins host memory. How much
+less memory the machine has free is seen from outside of the run, so nothing else may run there.
 --documents packs the row from so many, each of which attends to itself alone: the memory of the row in less time.
 --load reads weights from a folder instead, and --starts repeats the run: how long after the command its first step ends.
 """
@@ -17,14 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from side_by_side import ALL_SHAPES, size
+
+from ithaca.engine.offload.host import available_memory
 
 
 def make_inputs(folder: Path, shape: str, context: int, documents: int) -> None:
@@ -44,6 +49,7 @@ def make_inputs(folder: Path, shape: str, context: int, documents: int) -> None:
 
 
 def write_weights(folder: Path) -> None:
+    """In a process of its own: what it takes of the GPU and of the host is free again before the run."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,15 +60,26 @@ def write_weights(folder: Path) -> None:
     model.save_pretrained(folder / "model")
 
 
-def run(command: list[str], metrics: Path) -> tuple[int, float, float | None]:
-    """-> exit code, seconds, and after how many the first step was done"""
-    begin, first = time.perf_counter(), None
+class Ran(NamedTuple):
+    code: int
+    seconds: float
+    first: float | None  # after so many the first step was done
+    steps: int  # bytes that the machine had less free than before, at most until the last step was done
+    save: int  # and after it
+
+
+def run(command: list[str], metrics: Path, last: int) -> Ran:
+    begin, before = time.perf_counter(), available_memory()
+    first, least, done = None, {False: before, True: before}, False
     process = subprocess.Popen(command)
     while process.poll() is None:
         time.sleep(0.05)
-        if first is None and metrics.exists() and '"loss"' in metrics.read_text():
-            first = time.perf_counter() - begin
-    return process.returncode, time.perf_counter() - begin, first
+        least[done] = min(least[done], available_memory())
+        steps = metrics.read_text().count('"loss"') if not done and metrics.exists() else 0
+        first = time.perf_counter() - begin if first is None and steps else first
+        done = done or steps >= last
+    spent = time.perf_counter() - begin
+    return Ran(process.returncode, spent, first, before - least[False], before - least[True])
 
 
 def main() -> None:
@@ -80,7 +97,10 @@ def main() -> None:
         folder = Path(made)
         make_inputs(folder, options.shape, options.context, options.documents)
         if options.load:
-            write_weights(folder)
+            writer = multiprocessing.get_context("spawn").Process(target=write_weights, args=(folder,))
+            writer.start()
+            writer.join()
+            assert writer.exitcode == 0, "no weights were written"
         settings = {
             "model.folder": folder / "model",
             "model.random_init": str(not options.load).lower(),
@@ -101,9 +121,15 @@ def main() -> None:
         for start in range(options.starts):
             out = folder / f"run-{start}"
             metrics = out / "metrics.jsonl"
-            code, spent, first = run([*command, f"--run.folder={out}"], metrics)
-            when = "no step" if first is None else f"the first step was done {first:.1f} s after the command"
-            print(f"\n{options.shape}, {options.context:,} tokens, exit code {code}, {spent:.0f} s in all, {when}\n")
+            ran = run([*command, f"--run.folder={out}"], metrics, options.steps)
+            code = ran.code
+            when = "no step" if ran.first is None else f"the first step was done {ran.first:.1f} s after the command"
+            print(
+                f"\n{options.shape}, {options.context:,} tokens, exit code {code}, {ran.seconds:.0f} s in all, {when}"
+            )
+            print(
+                f"host memory the machine had less: {ran.steps / 1e9:.1f} GB in steps, {ran.save / 1e9:.1f} GB after the last\n"
+            )
         print(
             "| step | loss | gradient norm | seconds | tokens/s/GPU | MFU | peak GB | host GB | waited for copies s |"
         )

@@ -73,8 +73,8 @@ def test_a_recipe_beside_its_plan(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(sys, "argv", ["recipes.py", *words])
     runpy.run_path(str(FOLDER / "recipes.py"), run_name="__main__")
     head, line = (row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines() if row.startswith("| "))
-    assert line[:4] == ["tiny_cpu", "1", "none", "-"] and len(line) == len(head)
-    assert float(line[4].split()[0]) > 0 and line[-1] == "2.0 GB"  # that is the process
+    assert line[:5] == ["tiny_cpu", "2K", "1", "none", "-"] and len(line) == len(head)
+    assert float(line[5].split()[0]) > 0 and line[-1] == "2.0 GB"  # that is the process
 
 
 @pytest.mark.skipif(
