@@ -82,6 +82,7 @@ def limited(limit: int | None, device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # as the command does
     whole = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), device)
     try:
@@ -90,15 +91,16 @@ def limited(limit: int | None, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def measured(wanted: Wanted, attention: bool) -> Measured:
-    """The second step."""
+def measured(wanted: Wanted, attention: bool, first: bool) -> Measured:
+    """The second step, or the first."""
     cuda, before = not wanted.cpu, available_memory()
     dtype = torch.bfloat16 if cuda else torch.float32
     with ready(wanted.job, hf_config(wanted.model), wanted.device, wanted.layers, wanted.states, dtype=dtype) as step:
         kernels = step.run.kernels.chosen
         if not attention:
             kernels.update((need, DryKernel(wanted.job.kernel)) for need in kernels)  # pyright: ignore
-        timed(step, cuda)
+        if not first:
+            timed(step, cuda)
         last = timed(step, cuda)
         name = next(iter(kernels.values())).name
         return Measured(name, last["seconds"] or 0.0, int(last["peak"] or 0), before - available_memory())
@@ -115,7 +117,7 @@ def row(recipe: str, options: argparse.Namespace) -> list[str]:
     room = "-" if limit is None else format_bytes(limit)
     try:
         with limited(limit, wanted.device):
-            found = measured(wanted, not options.no_attention)
+            found = measured(wanted, not options.no_attention, options.first)
     except (torch.OutOfMemoryError, MemoryError) as error:
         why = f"does not fit: {(str(error) or 'out of memory').splitlines()[0]}"
         sizes = format_bytes(said.allocated), format_bytes(said.memory.host + said.besides)
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", choices=recipe_names(), metavar="RECIPE", help="ithaca recipes ls")
     parser.add_argument("--layers", type=int, help="run so many of its layers only, and hold the states of all")
     parser.add_argument("--no-attention", action="store_true")
+    parser.add_argument("--first", action="store_true", help="measure the first step, where one takes minutes")
     parser.add_argument("--max-context", action="store_true")
     parser.add_argument("--host", help="of the plan, e.g. 128GiB (default: what is usual)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the recipes")

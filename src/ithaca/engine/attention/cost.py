@@ -196,12 +196,16 @@ class AttentionCost:
         if self.ulysses > 1:
             q_sets, kv_sets = self._sets(t)
             homes = min(2, t) * stage.q_sent  # buffers of dq
-            homes += KV * stage.k_here if any(before.ends_kv for before in self.stages[:t]) else 0  # of dk and dv
+            homes += self.kv_homes(t) * KV * stage.k_here
         return {
             "exchange": Q_OUT_DOUT * q_sets * stage.q_sent + KV * kv_sets * stage.k_here + homes,
             "attention": Q_OUT_DOUT * stage.q_copies * q_sets * stage.q_here
             + KV * stage.k_copies * kv_sets * stage.k_here,
         }
+
+    def kv_homes(self, t: int) -> int:
+        """Buffers, at most two, into which dk and dv of stages before t have come home."""
+        return min(2, sum(stage.ends_kv for stage in self.stages[:t]))
 
     def delivered(self, t: int, whole: bool) -> int:
         """Gradients of stage t that the layer takes: dq, dk, dv of this rank's tokens. whole: they are copies of what was made."""

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ...base.kernels import KERNELS
-from ..attention.cost import Bytes
+from ..attention.cost import KV, Bytes
 from ..cost import RankCost
-from ..limits import BF16, FP32, HOST_CACHE, TABLE_BYTES
+from ..limits import BF16, FP32, HOST_CACHE, IN_FLIGHT, TABLE_BYTES
 from ..offload.cost import InFlight
 
 Snapshot = list[Bytes]
@@ -306,7 +306,7 @@ def backward(rank: RankCost, layer: int, in_flight: InFlight) -> Iterator[Snapsh
     here.update(_beside_backward(rank, layer))
     inputs = 0  # pieces of the input: read, being read, and the next
     if streamed and offloads and not rank.holds:
-        inputs = 3 * rank.rows * rank.piece * model.hidden * BF16
+        inputs = min(3, rank.pieces) * rank.rows * rank.piece * model.hidden * BF16
     yield [below, here, *_after_backward(rank, layer, inputs)]
     if untiled_graph:
         below = {"kept": below["kept"] - (graph_after(rank) - rank.hidden)}  # done with, but for its result
@@ -392,7 +392,10 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
     qkv_sums *= BF16 if one_stage else SUM
     lag = 2 if attention.overlaps else 1  # stages until a stage's gradients have reached the layer
     stashes = streamed and not rank.holds  # sums of KV gradients wait outside
-    leaving = 0  # dq of the stage before, while it is on its way home
+    scattered = (
+        stashes  # whether gradients of the output may still be leaving for their store; a stash waits for all of them
+    )
+    leaving = 0  # gradients of the stage before, while they are on their way home
     after_sums, kernel = _after_sums(rank), job.kernel_of(layer)
     for t, stage in enumerate(attention.stages):
         delivered = t >= lag
@@ -408,28 +411,36 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
         workspace = attention.workspace(t, kernel, job.processors)
         gradients = attention.gradients(t, sums, leaving, workspace)
         pieces = {"kept": inputs}
+        # of the last piece of the output's gradient, what stages to come will read
+        scattered = scattered and not attention.shares_kv(t)
+        out_there = {"kept": min(attention.behind(t + lag) // rank.pieces, IN_FLIGHT) if scattered else 0}
         if recompute == "none":
             buffers = {} if untiled_graph and in_place(rank) else attention.kept_backward(t)
         else:
             buffers = attention.attending_backward(t)
             if attention.overlaps:
-                leaving = stage.q_here
+                leaving = stage.q_here + (KV * stage.k_here if stage.ends_kv else 0)
             elif attention.ulysses > 1:
-                yield [here, attention.bringing_backward(t), pieces]
-        # the input is read again when the gradients are there: now its last piece is here, and one of the stage's output
-        yield [here, buffers, gradients, {"kept": (rank.hidden + stage.q_sent) // rank.pieces if inputs else 0}]
+                # the input is read before the output and its gradient come
+                yield [here, attention.bringing(t), {"tile": tile_project(rank, t)}, pieces, out_there]
+                yield [here, attention.bringing_backward(t), out_there]
+        yield [here, buffers, gradients, out_there]
         if attention.shares_kv(t) and stashes and (attention.overlaps or attention.ulysses == 1):
             # the sums of KV gradients are back from where they were stashed
-            added = {"attention": stage.q_here + 2 * stage.k_here, "kept": inputs + attention.kv_sums(t)}
+            added = {"attention": stage.q_here + 2 * stage.k_here, "kept": attention.kv_sums(t)}
             yield [here, buffers, added]
         if not delivered and rank.projection_tile < rank.tokens:  # made with the first tile's gradient
             here["residual"] += dh
-        # from the third stage on dq comes home into one of the two buffers that are counted already
-        in_buffers = stage.q_sent if streamed and attention.overlaps and recompute != "none" and t > 1 else 0
+        in_buffers = (
+            0  # from the third stage on gradients come home into one of the two buffers that are counted already
+        )
+        if streamed and attention.overlaps and recompute != "none" and t > 1:
+            in_buffers = stage.q_sent + (KV * stage.k_here if attention.kv_homes(t) > 1 else 0)
         yield [
             here,
             buffers if attention.overlaps or attention.ulysses == 1 else {},
             {"exchange": attention.delivered(t, untiled_graph) - in_buffers, "attention": attention.departing(t)},
             {"tile": tile_receive(rank, t, untiled_graph)},
             pieces,
+            out_there,
         ]
