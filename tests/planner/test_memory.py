@@ -47,6 +47,9 @@ CASES = [
     ("llama32_1b", 32 * K, 1, Stack(recompute="none", tile=None), 16, "fa4"),
     ("llama3_8b", 16 * K, 1, Stack(recompute="none", tile=None, shard_parameters=False), 16, "fa4"),
     ("qwen3_30b_a3b", 16 * K, 1, Stack(recompute="none", tile=None), 16, "fa4"),
+    # a layer that does not hold its input: its pieces have gone when attention's gradients are there
+    ("llama3_8b", 128 * K, 8, Stack(ulysses=8, heads_per_stage=2, recompute="layer", store="host", tile=2048, hold=False),
+     16, "fa4"),
     # one linear for q, k and v, and one for gate and up
     ("phi4", 16 * K, 2, Stack(ulysses=2, tile=None), 0, "fa4"),
 ]  # fmt: skip
