@@ -392,9 +392,7 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
     qkv_sums *= BF16 if one_stage else SUM
     lag = 2 if attention.overlaps else 1  # stages until a stage's gradients have reached the layer
     stashes = streamed and not rank.holds  # sums of KV gradients wait outside
-    scattered = (
-        stashes  # whether gradients of the output may still be leaving for their store; a stash waits for all of them
-    )
+    scattered = stashes  # whether gradients of the output may still leave for their store; a stash waits for them
     leaving = 0  # gradients of the stage before, while they are on their way home
     after_sums, kernel = _after_sums(rank), job.kernel_of(layer)
     for t, stage in enumerate(attention.stages):
@@ -431,9 +429,7 @@ def _attend_backward(rank: RankCost, layer: int, beside: Counter[str], inputs: i
             yield [here, buffers, added]
         if not delivered and rank.projection_tile < rank.tokens:  # made with the first tile's gradient
             here["residual"] += dh
-        in_buffers = (
-            0  # from the third stage on gradients come home into one of the two buffers that are counted already
-        )
+        in_buffers = 0  # from the third stage on gradients come home into buffers that are counted already
         if streamed and attention.overlaps and recompute != "none" and t > 1:
             in_buffers = stage.q_sent + (KV * stage.k_here if attention.kv_homes(t) > 1 else 0)
         yield [
